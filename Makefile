@@ -68,7 +68,7 @@ soak: $(STAMP)  ## run a server under load and print what grows (MINUTES=60)
 
 disturb: $(STAMP)  ## kill, stop and step the clock of real processes under load (DISTURBANCES=10000)
 	OMP_NUM_THREADS=1 LORADOCK_DISTURBANCES=$(or $(DISTURBANCES),10000) \
-	  $(BIN)/python -m pytest tests/controller/shell/test_server_crashes.py -p no:xdist
+	  $(BIN)/python -m pytest tests/controller/server/test_server_crashes.py -p no:xdist
 
 fuzz: $(STAMP)  ## send requests made from the OpenAPI document to a gateway
 	$(PYTHON) -m venv $(VENV)-fuzz
@@ -115,7 +115,7 @@ histories: $(STAMP)  ## run the core through long random histories (STEPS=500)
 	  $(BIN)/python -m pytest tests/controller/core/test_controller.py -p no:xdist
 
 diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
-	$(BIN)/python -m controller.shell.diagrams ARCHITECTURE.md
+	$(BIN)/python -m loradock.controller.server.diagrams ARCHITECTURE.md
 	$(BIN)/python -m tests.architecture_rules ARCHITECTURE.md
 
 wire: $(STAMP)  ## write the messages of docs/wire.md

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.figures import Figure, interleave
-from engine.adapters import read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.config import LoRAConfig
-from engine.layout import ModuleShape
+from loradock.engine.adapters import read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.config import LoRAConfig
+from loradock.engine.layout import ModuleShape
 
 HIDDEN, INNER, KEYS, LAYERS, RANK = 4096, 14336, 1024, 32, 16
 """An 8-billion-parameter Llama's shapes."""

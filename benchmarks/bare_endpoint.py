@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.server.process import KEEP_ALIVE_S
+from loradock.gateway.server.process import KEEP_ALIVE_S
 
 
 async def _echo(request: Request) -> Response:

@@ -23,19 +23,19 @@ from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, best_seconds, interleave
 from benchmarks.publisher import EVENTS_COUNT
 from benchmarks.serving import running, serving
-from controller.client import Client
-from controller.client.streams import EventCursor
-from controller.core.limits import RULES, Limits, limits_to
-from controller.log.replay import replay
-from controller.log.segments import read
-from controller.log.writer import Log
-from controller.shell.config import ServeConfig, ServerConfig
-from controller.shell.transport import endpoint
-from controller.states.machine import build, next_state
-from messages.ids import CPU_CACHED, PINNED
-from messages.records import FORMAT, Header, Record
-from messages.requests import HoldAdapter, LoadAdapter, ReleaseAdapter, Request
-from messages.wire import EVENTS, REQUESTS, TOKEN_BYTES
+from loradock.client import Client
+from loradock.client.streams import EventCursor
+from loradock.controller.core.limits import RULES, Limits, limits_to
+from loradock.controller.log.replay import replay
+from loradock.controller.log.segments import read
+from loradock.controller.log.writer import Log
+from loradock.controller.server.config import ServeConfig, ServerConfig
+from loradock.controller.server.transport import endpoint
+from loradock.controller.states.machine import build, next_state
+from loradock.messages.ids import CPU_CACHED, PINNED
+from loradock.messages.records import FORMAT, Header, Record
+from loradock.messages.requests import HoldAdapter, LoadAdapter, ReleaseAdapter, Request
+from loradock.messages.wire import EVENTS, REQUESTS, TOKEN_BYTES
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny"
 OUTSTANDING = 64

@@ -22,14 +22,14 @@ from typing import NamedTuple
 import zmq
 
 from benchmarks.figures import Figure
-from controller.client.sockets import connection_to, open_requests
-from controller.shell.access.keys import AllowedKey, KeyStore, new_pair
-from controller.shell.access.permissions import Access
-from controller.shell.connection_guard import GuardThread
-from controller.shell.listener import Listener, receive, remote_addresses
-from messages.key_files import write_key_pair
-from messages.requests import AdapterDone, HoldAdapter
-from messages.wire import REPLIES, REQUESTS
+from loradock.client.sockets import connection_to, open_requests
+from loradock.controller.server.access.keys import AllowedKey, KeyStore, new_pair
+from loradock.controller.server.access.permissions import Access
+from loradock.controller.server.connection_guard import GuardThread
+from loradock.controller.server.listener import Listener, receive, remote_addresses
+from loradock.messages.requests import AdapterDone, HoldAdapter
+from loradock.messages.wire import REPLIES, REQUESTS
+from loradock.processes.key_files import write_key_pair
 
 OUTSTANDING = 64
 REQUESTS_PER_ROUND = 20_000

@@ -11,13 +11,13 @@ from pathlib import Path
 from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, interleave
 from benchmarks.serving import serving
-from controller.client import Client
-from controller.core.limits import RULES, Limits, limits_to
-from controller.log.event_files import EventWriter
-from controller.log.writer import Log
-from controller.shell.config import ServeConfig, ServerConfig
-from messages.events import Published
-from messages.records import FORMAT, Header, Record
+from loradock.client import Client
+from loradock.controller.core.limits import RULES, Limits, limits_to
+from loradock.controller.log.event_files import EventWriter
+from loradock.controller.log.writer import Log
+from loradock.controller.server.config import ServeConfig, ServerConfig
+from loradock.messages.events import Published
+from loradock.messages.records import FORMAT, Header, Record
 
 INPUTS = 1_000_000
 EVENTS_PER_READ = 1024

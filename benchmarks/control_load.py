@@ -16,10 +16,10 @@ from pathlib import Path
 
 from benchmarks.feed import CoreFeed
 from benchmarks.figures import Figure, interleave
-from controller.core.limits import RULES, Limits, limits_to
-from controller.log.writer import Log
-from messages.records import FORMAT, Header, Record
-from messages.requests import LoadAdapter
+from loradock.controller.core.limits import RULES, Limits, limits_to
+from loradock.controller.log.writer import Log
+from loradock.messages.records import FORMAT, Header, Record
+from loradock.messages.requests import LoadAdapter
 
 OUTSTANDING = 64
 REQUESTS_PER_ROUND = 20_000
@@ -102,7 +102,7 @@ def vs_redis(directory: Path, rate: Callable[[], float]) -> Iterator[Figure]:
 
 
 _LISTER = (
-    "import sys; from controller.client import Client\n"
+    "import sys; from loradock.client import Client\n"
     "with Client(sys.argv[1], timeout_s=600) as client:\n"
     "    while True: client.list()"
 )

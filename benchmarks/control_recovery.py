@@ -18,21 +18,21 @@ from benchmarks.control_load import write_known_adapters
 from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, best_seconds
 from benchmarks.serving import serving
-from controller.client import Client
-from controller.core.limits import RULES, Limits, limits_to
-from controller.log.replay import replay
-from controller.log.retention import Retention
-from controller.log.segments import read
-from controller.log.snapshots import read_snapshot, snapshot_paths
-from controller.log.snapshotter import SnapshotOrder, make_snapshot
-from controller.log.world_state import WorldState
-from controller.log.writer import Log
-from controller.shell.config import ServeConfig, ServerConfig
-from controller.shell.transport import endpoint
-from messages.ids import Seq
-from messages.records import FORMAT, Header, Record
-from messages.requests import LoadAdapter, ReleaseAdapter
-from messages.wire import REQUESTS, TOKEN_BYTES
+from loradock.client import Client
+from loradock.controller.core.limits import RULES, Limits, limits_to
+from loradock.controller.log.replay import replay
+from loradock.controller.log.retention import Retention
+from loradock.controller.log.segments import read
+from loradock.controller.log.snapshots import read_snapshot, snapshot_paths
+from loradock.controller.log.snapshotter import SnapshotOrder, make_snapshot
+from loradock.controller.log.world_state import WorldState
+from loradock.controller.log.writer import Log
+from loradock.controller.server.config import ServeConfig, ServerConfig
+from loradock.controller.server.transport import endpoint
+from loradock.messages.ids import Seq
+from loradock.messages.records import FORMAT, Header, Record
+from loradock.messages.requests import LoadAdapter, ReleaseAdapter
+from loradock.messages.wire import REQUESTS, TOKEN_BYTES
 
 ADAPTERS = 10_000
 TAIL = 20_000

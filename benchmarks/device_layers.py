@@ -12,12 +12,12 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels import choose_kernels
-from engine.kernels.directory import SlotDirectory
-from engine.kernels.expert_groups import ExpertGroups
-from engine.kernels.operands import Groups, LoRASlices
-from engine.layout import ModuleKind, ModuleShape, slice_elements
-from engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.kernels.directory import SlotDirectory
+from loradock.engine.kernels.expert_groups import ExpertGroups
+from loradock.engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.layout import ModuleKind, ModuleShape, slice_elements
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
 
 DTYPE: Final = torch.bfloat16
 FLUSH_BYTES: Final = 256 << 20

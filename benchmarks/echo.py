@@ -10,9 +10,9 @@ import sys
 
 import zmq
 
-from messages.records import Record
-from messages.requests import AdapterDone, Request
-from messages.wire import BATCH_MAX, REPLIES, REQUESTS
+from loradock.messages.records import Record
+from loradock.messages.requests import AdapterDone, Request
+from loradock.messages.wire import BATCH_MAX, REPLIES, REQUESTS
 
 FRAMES_PER_GROUP = 512
 

@@ -13,16 +13,16 @@ import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from benchmarks.figures import Figure, best_seconds, interleave
-from engine.adapters.layer_weights import LoRALayerWeights
-from engine.adapters.lora_model import LoRAModel
-from engine.config import LoRAConfig
-from engine.kernels import choose_kernels
-from engine.layout import blob_bytes, columns_of_one_adapter
-from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import BatchKVCache
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
-from engine.residency.staging import stage
+from loradock.engine.adapters.layer_weights import LoRALayerWeights
+from loradock.engine.adapters.lora_model import LoRAModel
+from loradock.engine.config import LoRAConfig
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layout import blob_bytes, columns_of_one_adapter
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import stage
 
 SEQUENCES: Final = 16
 ADAPTERS: Final = 8

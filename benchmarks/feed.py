@@ -6,12 +6,12 @@ For measurements of the controller alone.
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from controller.core.actions import Action, PublishEvent, SendCommand
-from controller.core.controller import Controller
-from controller.core.limits import Limits
-from messages import commands, records, reports, requests
-from messages.events import Published
-from messages.records import Input
+from loradock.controller.core.actions import Action, PublishEvent, SendCommand
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import Limits
+from loradock.messages import commands, records, reports, requests
+from loradock.messages.events import Published
+from loradock.messages.records import Input
 
 SKEW = 13.5
 """The skew of requests over adapters: one in twenty is for the rarer half of 64 adapters."""

@@ -29,11 +29,11 @@ from benchmarks.http_load import (
     wait_until_served,
 )
 from benchmarks.standin_controller import IDLE
-from controller.cli.gateway import gateway_arguments
-from controller.client import AsyncClient
-from controller.core.limits import Limits
-from controller.shell.config import ServeConfig, ServerConfig
-from gateway.options import GatewayConfig
+from loradock.cli.gateway import gateway_arguments
+from loradock.client import AsyncClient
+from loradock.controller.core.limits import Limits
+from loradock.controller.server.config import ServeConfig, ServerConfig
+from loradock.gateway.options import GatewayConfig
 
 TINY: Final = Path(__file__).parent.parent / "examples" / "tiny"
 PATH: Final = "/v1/completions"
@@ -47,8 +47,8 @@ ADAPTERS: Final = 10_000
 IDLE_STREAMS: Final = 1000
 START_S: Final = 120.0
 _SERVE: Final = (
-    "import sys, msgspec; from controller.shell.config import ServeConfig; "
-    "from controller.shell.supervisor import serve; "
+    "import sys, msgspec; from loradock.controller.server.config import ServeConfig; "
+    "from loradock.controller.server.supervisor import serve; "
     "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)).status)"
 )
 

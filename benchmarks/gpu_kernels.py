@@ -25,7 +25,7 @@ from benchmarks.device_layers import (
     layer_of,
     microseconds,
 )
-from engine.kernels import choose_kernels
+from loradock.engine.kernels import choose_kernels
 
 TOKENS: Final = (1, 8, 32, 64, 256, 2048)
 ADAPTERS: Final = (1, 8, 64)

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.rounds import Work
-from engine.kernels import choose_kernels
-from engine.kernels.cpu.blocks import blocks_of_short_groups
-from engine.kernels.cpu.calibration import calibration
-from engine.kernels.cpu.costs import DEFAULT_COSTS, StrategyChoice
-from engine.kernels.cpu.dense import Dense
-from engine.kernels.cpu.gathered import Gathered
-from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer_block import computation_dtypes, layer_block
-from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.directory import SlotDirectory
-from engine.kernels.operands import Groups, LoRASlices
-from engine.layout import aligned_elements
-from engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.kernels.cpu.blocks import blocks_of_short_groups
+from loradock.engine.kernels.cpu.calibration import calibration
+from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS, StrategyChoice
+from loradock.engine.kernels.cpu.dense import Dense
+from loradock.engine.kernels.cpu.gathered import Gathered
+from loradock.engine.kernels.cpu.grouped import Grouped
+from loradock.engine.kernels.cpu.layer_block import computation_dtypes, layer_block
+from loradock.engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.directory import SlotDirectory
+from loradock.engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.layout import aligned_elements
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
 
 HIDDEN: Final = (1024, 4096)
 RANKS: Final = (16, 64)

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.figures import Figure
-from engine.adapters.layer_weights import LoRALayerWeights
-from engine.adapters.lora_model import LoRAModel
-from engine.config import LoRAConfig
-from engine.kernels import choose_kernels
-from engine.models.causal_model import CausalModel
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
-from engine.residency.staging import stage
+from loradock.engine.adapters.layer_weights import LoRALayerWeights
+from loradock.engine.adapters.lora_model import LoRAModel
+from loradock.engine.config import LoRAConfig
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import stage
 
 ADAPTERS: Final = 8
 RANK: Final = 16

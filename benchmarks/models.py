@@ -11,13 +11,13 @@ import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from benchmarks.figures import Figure, best_seconds, interleave
-from engine.adapters.dummy import dummy_adapter
-from engine.config import LoRAConfig
-from engine.kernels import choose_kernels
-from engine.models.causal_model import CausalModel
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
-from engine.residency.staging import stage
+from loradock.engine.adapters.dummy import dummy_adapter
+from loradock.engine.config import LoRAConfig
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import stage
 
 ADAPTERS: Final = 8
 RANK: Final = 16

@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from controller.shell.event_stream import EventStream
-from controller.shell.transport import Transport
-from messages.events import AdapterActivated, Published
-from messages.wire import EVENTS
+from loradock.controller.server.event_stream import EventStream
+from loradock.controller.server.transport import Transport
+from loradock.messages.events import AdapterActivated, Published
+from loradock.messages.wire import EVENTS
 
 EVENTS_PER_GROUP = 64
 EVENTS_COUNT = 400_000

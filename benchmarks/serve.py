@@ -35,10 +35,10 @@ from benchmarks.serve_load import (
     model_files,
 )
 from benchmarks.serve_rivals import Rivals
-from engine.config import LORA_RANKS
-from messages import requests
-from messages.ids import RequestId
-from messages.prompts import Sampling
+from loradock.engine.config import LORA_RANKS
+from loradock.messages import requests
+from loradock.messages.ids import RequestId
+from loradock.messages.prompts import Sampling
 
 ROUNDS: Final = 3
 SLOW_ROUNDS: Final = 2

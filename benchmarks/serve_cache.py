@@ -14,19 +14,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.figures import Figure
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference.admission import SlotTable
-from engine.inference.generation_scheduler import GenerationScheduler
-from engine.inference.paged_batch import PagedBatch
-from engine.jobs import InlineJobs
-from engine.models.binding import bind_lora
-from engine.models.causal_model import CausalModel
-from engine.paging.block_pool import BLOCK_TOKENS
-from messages.commands import StartGeneration
-from messages.ids import NO_SLOT, OpId
-from messages.prompts import Sampling
-from messages.reports import Report
-from messages.requests import TokensStreamed
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.inference.generation_scheduler import GenerationScheduler
+from loradock.engine.inference.paged_batch import PagedBatch
+from loradock.engine.jobs import InlineJobs
+from loradock.engine.models.binding import bind_lora
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.paging.block_pool import BLOCK_TOKENS
+from loradock.messages.commands import StartGeneration
+from loradock.messages.ids import NO_SLOT, OpId
+from loradock.messages.prompts import Sampling
+from loradock.messages.reports import Report
+from loradock.messages.requests import TokensStreamed
 
 VOCABULARY: Final = 8192
 PROMPTS: Final = 32

@@ -24,16 +24,16 @@ from benchmarks.serve_load import (
     adapter_name,
     device_clock,
 )
-from controller.core.actions import SendCommand, SendReply, SetTimer
-from controller.core.controller import Controller
-from controller.core.limits import SLOT_QUANTUM_MS, Limits
-from engine.config import EngineConfig, LoRAConfig
-from engine.models.loading import load_model
-from engine.worker.engine import Engine
-from messages import commands, records, requests
-from messages.ids import RequestId
-from messages.prompts import Sampling
-from messages.requests import TokensStreamed
+from loradock.controller.core.actions import SendCommand, SendReply, SetTimer
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import SLOT_QUANTUM_MS, Limits
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.models.loading import load_model
+from loradock.engine.worker.engine import Engine
+from loradock.messages import commands, records, requests
+from loradock.messages.ids import RequestId
+from loradock.messages.prompts import Sampling
+from loradock.messages.requests import TokensStreamed
 
 _NO_TIMEOUT_MS: Final = 3_600_000
 _IDLE_S: Final = 0.0005

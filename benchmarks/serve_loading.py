@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from benchmarks.adapters import write_adapter
 from benchmarks.figures import Figure
 from benchmarks.rounds import Rounds, interleave
-from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.checked_files import CheckedFiles
-from engine.adapters.compatibility import AdapterTarget
-from engine.config import LoRAConfig
-from engine.layout import ModuleShape
-from engine.residency.arena import Arena
-from engine.residency.staging import Blob, stage
+from loradock.engine.adapters import LoadedAdapter, read_adapter
+from loradock.engine.adapters.checked_files import CheckedFiles
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.config import LoRAConfig
+from loradock.engine.layout import ModuleShape
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import Blob, stage
 
 RANKS: Final = {"84": 16, "640": 122}
 """Ranks of a bfloat16 adapter of an 8-billion-parameter Llama, by its size in MB."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from controller.shell.config import ServeConfig
+from loradock.controller.server.config import ServeConfig
 
 _SERVE = (
-    "import sys, msgspec; from controller.shell.config import ServeConfig; "
-    "from controller.shell.supervisor import serve; "
+    "import sys, msgspec; from loradock.controller.server.config import ServeConfig; "
+    "from loradock.controller.server.supervisor import serve; "
     "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)).status)"
 )
 

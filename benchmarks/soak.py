@@ -34,19 +34,19 @@ from rich.table import Table
 
 from benchmarks.http_load import free_port, wait_until_served
 from benchmarks.serving import serving
-from controller.cli.gateway import gateway_arguments
-from controller.client import Client
-from controller.client.errors import LoradockError
-from controller.core.limits import Limits
-from controller.log.event_files import FILE_BYTES_MAX
-from controller.shell.clients.client_table import CLIENTS_MAX
-from controller.shell.config import ServeConfig, ServerConfig
-from controller.shell.event_stream import EVENTS_KEPT
-from controller.shell.transport import endpoint
-from gateway.options import GatewayConfig
-from messages.engine_options import EngineOptions
-from messages.requests import EvictAdapter, HoldAdapter, ReleaseAdapter, StatusShown
-from messages.wire import BATCH_MAX, REPLIES, REQUESTS, TOKEN_BYTES
+from loradock.cli.gateway import gateway_arguments
+from loradock.client import Client
+from loradock.client.errors import LoradockError
+from loradock.controller.core.limits import Limits
+from loradock.controller.log.event_files import FILE_BYTES_MAX
+from loradock.controller.server.clients.client_table import CLIENTS_MAX
+from loradock.controller.server.config import ServeConfig, ServerConfig
+from loradock.controller.server.event_stream import EVENTS_KEPT
+from loradock.controller.server.transport import endpoint
+from loradock.gateway.options import GatewayConfig
+from loradock.messages.engine_options import EngineOptions
+from loradock.messages.requests import EvictAdapter, HoldAdapter, ReleaseAdapter, StatusShown
+from loradock.messages.wire import BATCH_MAX, REPLIES, REQUESTS, TOKEN_BYTES
 
 TINY: Final = Path(__file__).parent.parent / "examples" / "tiny"
 ADAPTERS: Final = tuple(sorted(path.name for path in (TINY / "adapters").iterdir()))

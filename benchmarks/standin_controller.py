@@ -10,8 +10,8 @@ from typing import Final
 
 import zmq
 
-from messages.ids import NO_SLOT
-from messages.requests import (
+from loradock.messages.ids import NO_SLOT
+from loradock.messages.requests import (
     AdapterShown,
     AdaptersPage,
     EventsFetched,
@@ -26,8 +26,8 @@ from messages.requests import (
     StatusShown,
     TokensStreamed,
 )
-from messages.views import AdapterView, TierView
-from messages.wire import EVENTS, REPLIES, REQUESTS
+from loradock.messages.views import AdapterView, TierView
+from loradock.messages.wire import EVENTS, REPLIES, REQUESTS
 
 IDLE: Final = "idle"
 _BEAT_MS: Final = 200

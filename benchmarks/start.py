@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.figures import Figure, interleave
-from controller.shell.access.keys import new_pair
-from messages.key_files import share_key_pair
-from messages.own_processes import process_command
+from loradock.controller.server.access.keys import new_pair
+from loradock.processes.key_files import share_key_pair
+from loradock.processes.subprocesses import process_command
 
 _ROOT: Final = Path(__file__).parents[1]
 _TINY: Final = _ROOT / "examples" / "tiny"
 _ROUNDS: Final = 5
-_HELP: Final = "from controller.cli.main import app; app()"
+_HELP: Final = "from loradock.cli.main import app; app()"
 _LIBRARIES: Final = "import torch, transformers"
 
 

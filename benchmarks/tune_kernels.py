@@ -29,9 +29,9 @@ from benchmarks.device_layers import (
     microseconds,
 )
 from benchmarks.gpu_kernels import check
-from engine.kernels import choose_kernels
-from engine.kernels.gpu.operations import TritonOperations
-from engine.kernels.gpu.tile_configs import (
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.kernels.gpu.operations import TritonOperations
+from loradock.engine.kernels.gpu.tile_configs import (
     EXPERTS_CONFIGS,
     EXPERTS_REGIMES,
     LINEAR_CONFIGS,

@@ -36,7 +36,7 @@ from typing import ClassVar, Final
 
 import torch
 
-from messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
+from loradock.messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
 
 
 class EngineError(Exception):

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from engine.errors import HostOutOfMemory
+from loradock.engine.errors import HostOutOfMemory
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 _HUGE_PAGES_MIN: Final = 2

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from engine.submatrix import Submatrix
+from loradock.engine.submatrix import Submatrix
 
 ALIGNMENT_BYTES: Final = 128
 """Every matrix in a blob and in the arena starts on a multiple of this."""

@@ -24,12 +24,12 @@ from pathlib import Path
 from msgspec import Struct, field
 from rich.console import Console
 
-from controller.client import AsyncClient, LoradockError
-from controller.log.replay import ReplayResult, replay
 from examples.demo_arrival import show_arrivals
 from examples.demo_view import LifeCycle, print_totals, summary
 from examples.transformations import TRANSFORMATIONS, answer_of, held_out_words, prompt_of
-from messages.requests import AdaptersListed, StatusShown
+from loradock.client import AsyncClient, LoradockError
+from loradock.controller.log.replay import ReplayResult, replay
+from loradock.messages.requests import AdaptersListed, StatusShown
 
 TINY = Path(__file__).parent / "tiny"
 SLOTS = 3

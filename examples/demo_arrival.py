@@ -10,9 +10,9 @@ from statistics import median
 
 from rich.console import Console
 
-from controller.client import AsyncClient
 from examples.transformations import answer_of, prompt_of
-from messages.requests import TokensStreamed
+from loradock.client import AsyncClient
+from loradock.messages.requests import TokensStreamed
 
 STREAMING = (None, "reverse", "upper")
 """Adapters of the streams; None is the base model. One slot of the three is left."""

@@ -9,11 +9,11 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from controller.client import Gap
-from controller.log.replay import ReplayResult
-from messages import events
-from messages.events import Published
-from messages.requests import AdaptersListed, StatusShown
+from loradock.client import Gap
+from loradock.controller.log.replay import ReplayResult
+from loradock.messages import events
+from loradock.messages.events import Published
+from loradock.messages.requests import AdaptersListed, StatusShown
 
 
 class LifeCycle:

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.adapters import LoRARequest
-from engine.config import LoRAConfig
-from engine.manager import (
+from loradock.engine.adapters import LoRARequest
+from loradock.engine.config import LoRAConfig
+from loradock.engine.manager import (
     LRUCacheLoRAModelManager,
     LRUCacheWorkerLoRAManager,
     create_lora_manager,
 )
-from engine.punica import LoRAMapping
+from loradock.engine.punica import LoRAMapping
 
 TINY = Path(__file__).parent / "tiny"
 BATCHES = (("upper", "reverse", None), ("double", "caesar", None))

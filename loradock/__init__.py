@@ -5,16 +5,16 @@
     with Client(".loradock") as client:
         print(client.generate("hello>", "reverse", max_tokens=16).text())
 
-A name is imported on its first use, so a program that uses a client never imports torch. The names
-of other packages (`controller`, `engine`, `gateway`, `messages`) may change between versions.
+A name is imported on its first use, so a program that uses a client never imports torch. Its
+subpackages may change between versions.
 """
 
 from typing import TYPE_CHECKING, Final
 
-from messages import VERSION
+from loradock.messages import VERSION
 
 if TYPE_CHECKING:
-    from controller.client import (
+    from loradock.client import (
         ERRORS,
         AdapterConfigRefused,
         AdapterDoesNotFit,
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
         Timing,
         UnknownAdapter,
     )
-    from engine.adapters import LoRAModel, LoRARequest, PEFTHelper
-    from engine.config import AdapterBounds, EngineConfig, LoRAConfig
-    from engine.errors import EngineError, ModelRefused
-    from engine.manager import (
+    from loradock.engine.adapters import LoRAModel, LoRARequest, PEFTHelper
+    from loradock.engine.config import AdapterBounds, EngineConfig, LoRAConfig
+    from loradock.engine.errors import EngineError, ModelRefused
+    from loradock.engine.manager import (
         LoRAModelManager,
         LRUCacheLoRAModelManager,
         LRUCacheWorkerLoRAManager,
         WorkerLoRAManager,
         create_lora_manager,
     )
-    from engine.punica import LoRAMapping, LoRAMappingType
-    from messages.errors import ErrorCode
+    from loradock.engine.punica import LoRAMapping, LoRAMappingType
+    from loradock.messages.errors import ErrorCode
 
 __all__ = [
     "ERRORS",
@@ -141,30 +141,30 @@ def _imported(name: str) -> object:  # noqa: PLR0911 - one per package
     """Import the package of a public name, and no other; return the name's value."""
     # ruff: noqa: PLC0415
     if name == "ErrorCode":
-        from messages import errors
+        from loradock.messages import errors
 
         return getattr(errors, name)
     if name in _CONFIGURATION:
-        from engine import config
+        from loradock.engine import config
 
         return getattr(config, name)
     if name in _ENGINE_ERRORS:
-        from engine import errors as engine_errors
+        from loradock.engine import errors as engine_errors
 
         return getattr(engine_errors, name)
     if name in _ADAPTERS:
-        from engine import adapters
+        from loradock.engine import adapters
 
         return getattr(adapters, name)
     if name in _MAPPING:
-        from engine import punica
+        from loradock.engine import punica
 
         return getattr(punica, name)
     if name in _MANAGERS:
-        from engine import manager
+        from loradock.engine import manager
 
         return getattr(manager, name)
-    from controller import client
+    from loradock import client
 
     return getattr(client, name)
 

@@ -11,9 +11,9 @@ from typing import Final
 
 import msgspec
 
-from controller.core.eviction import Policy
-from controller.core.tables.counters import Counters
-from controller.core.world import Adapter
+from loradock.controller.core.eviction import Policy
+from loradock.controller.core.tables.counters import Counters
+from loradock.controller.core.world import Adapter
 
 _HISTORIES: Final = 200
 _CANDIDATES_MAX: Final = 12

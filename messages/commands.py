@@ -4,8 +4,8 @@ The controller reserves capacity before it sends an operation. Every operation i
 one report with its `op`, and the engine does not execute an `op` twice.
 """
 
-from messages.base import Message, Value
-from messages.ids import (
+from loradock.messages.base import Message, Value
+from loradock.messages.ids import (
     AdapterId,
     AdapterName,
     Generation,
@@ -16,8 +16,8 @@ from messages.ids import (
     Slot,
     TraceParent,
 )
-from messages.prompts import Dimensions, Priority, Prompt, Sampling, TextPrompt, Truncation
-from messages.views import PoolingTask
+from loradock.messages.prompts import Dimensions, Priority, Prompt, Sampling, TextPrompt, Truncation
+from loradock.messages.views import PoolingTask
 
 
 class _Command(Message, frozen=True):

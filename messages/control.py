@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from messages.base import Message, Value
-from messages.ids import RequestId, TimeoutMs
+from loradock.messages.base import Message, Value
+from loradock.messages.ids import RequestId, TimeoutMs
 
 LIST_REQUESTS_MAX = 1000
 """Bound on the requests of one `RequestsListed`."""

@@ -2,8 +2,8 @@
 
 `loradock serve` makes its engine options from `EngineOptions`, the supervisor writes an engine's
 command line from `EngineArguments`, and the engine makes its parser from the same Struct. Values
-are validated by the engine's configurations (`engine.config`), which have the same field names and
-defaults.
+are validated by the engine's configurations (`engine/config.py`), which have the same field names
+and defaults.
 """
 
 from typing import Annotated, Final, Literal

@@ -5,9 +5,18 @@ The stream is a function of the log: an event of any age can be read again, with
 
 from typing import Literal
 
-from messages.base import Message, Value
-from messages.errors import ErrorCode
-from messages.ids import AdapterName, AdapterState, Bytes, Epoch, Generation, OpId, Seq, Slot
+from loradock.messages.base import Message, Value
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import (
+    AdapterName,
+    AdapterState,
+    Bytes,
+    Epoch,
+    Generation,
+    OpId,
+    Seq,
+    Slot,
+)
 
 EvictionReason = Literal["policy", "request", "engine-lost"]
 

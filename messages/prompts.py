@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from messages.base import Value
+from loradock.messages.base import Value
 
 PROMPT_CHARACTERS_MAX: Final = 1_000_000
 """Bound on the text of a prompt, in characters."""

@@ -1,14 +1,14 @@
 """Records of the log: the segment header, the record, and the inputs that only the log has.
 
 Those are the shell's own inputs, and inference requests without their prompt or inputs. All that a
-decision of the core depends on is in a record. `controller.log.format` adds frames and checksums.
+decision of the core depends on is in a record. `controller/log/format.py` frames it.
 """
 
-from messages.base import Message, Value
-from messages.ids import AdapterName, Epoch, RequestId, Seq, TimeoutMs
-from messages.reports import LoggedReport
-from messages.requests import LifecycleRequest
-from messages.views import PoolingTask
+from loradock.messages.base import Message, Value
+from loradock.messages.ids import AdapterName, Epoch, RequestId, Seq, TimeoutMs
+from loradock.messages.reports import LoggedReport
+from loradock.messages.requests import LifecycleRequest
+from loradock.messages.views import PoolingTask
 
 FORMAT = 2
 FORMATS_READ = (1, 2)

@@ -6,9 +6,9 @@ and sends it again, until the controller acknowledges that it is in the log.
 
 from typing import Literal
 
-from messages.base import Message, Value
-from messages.errors import ErrorCode
-from messages.ids import (
+from loradock.messages.base import Message, Value
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import (
     AdapterId,
     AdapterName,
     AdapterState,
@@ -19,8 +19,8 @@ from messages.ids import (
     Seq,
     Slot,
 )
-from messages.requests import TokensStreamed, VectorsStreamed
-from messages.views import Details, EngineStatistics, FinishReason, Warnings
+from loradock.messages.requests import TokensStreamed, VectorsStreamed
+from loradock.messages.views import Details, EngineStatistics, FinishReason, Warnings
 
 
 class _Report(Message, frozen=True):

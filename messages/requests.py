@@ -8,11 +8,11 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from messages.base import Message
-from messages.control import ServerCommand, ServerQuery, ServerReply
-from messages.errors import ErrorCode
-from messages.events import Published
-from messages.ids import (
+from loradock.messages.base import Message
+from loradock.messages.control import ServerCommand, ServerQuery, ServerReply
+from loradock.messages.errors import ErrorCode
+from loradock.messages.events import Published
+from loradock.messages.ids import (
     GPU_SLOT,
     NO_SLOT,
     AdapterName,
@@ -27,7 +27,7 @@ from messages.ids import (
     TimeoutMs,
     TraceParent,
 )
-from messages.prompts import (
+from loradock.messages.prompts import (
     Dimensions,
     Inputs,
     Priority,
@@ -36,7 +36,7 @@ from messages.prompts import (
     TokenId,
     Truncation,
 )
-from messages.views import (
+from loradock.messages.views import (
     AdapterCounters,
     AdapterUse,
     AdapterView,

@@ -4,10 +4,10 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from messages.base import Value
-from messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
-from messages.ids import AdapterName, AdapterState, Bytes, Generation, Path, Slot
-from messages.prompts import TokenId
+from loradock.messages.base import Value
+from loradock.messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
+from loradock.messages.ids import AdapterName, AdapterState, Bytes, Generation, Path, Slot
+from loradock.messages.prompts import TokenId
 
 FinishReason = Literal["stop", "length", "cancelled"]
 PoolingTask = Literal["embed", "classify"]

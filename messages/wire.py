@@ -15,13 +15,13 @@ from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta, Raw
 
-from messages.commands import Command
-from messages.errors import ErrorCode
-from messages.events import Published
-from messages.ids import Epoch, RequestId, Seq
-from messages.prompts import IMAGES_BYTES_MAX, IllustratedPrompt
-from messages.reports import Report
-from messages.requests import CancelGeneration, Generate, Refused, Reply, Request
+from loradock.messages.commands import Command
+from loradock.messages.errors import ErrorCode
+from loradock.messages.events import Published
+from loradock.messages.ids import Epoch, RequestId, Seq
+from loradock.messages.prompts import IMAGES_BYTES_MAX, IllustratedPrompt
+from loradock.messages.reports import Report
+from loradock.messages.requests import CancelGeneration, Generate, Refused, Reply, Request
 
 PROTOCOL_VERSION: Final = 2
 FRAME_BYTES_MAX: Final = 1 << 20

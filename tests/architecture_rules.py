@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from controller.shell.diagrams import between_marks
+from loradock.controller.server.diagrams import between_marks
 from tests.support.sources import PROGRAM, Source, imports, read_sources
 
 STDLIB: Final = tuple(sys.stdlib_module_names)
@@ -24,6 +24,7 @@ PURE: Final = (
 class Room(NamedTuple):
     """Modules that belong together, and what they may import.
 
+    Names are those below `loradock`.
     `modules`: names of modules; `package.*` stands for the modules directly in a package.
     `may`: rooms, or single modules of other rooms; a room may always import from itself.
     `libraries`: packages from elsewhere; `stdlib`: the parts of the standard library.
@@ -43,6 +44,8 @@ def _package(name: str, may: str = "", libraries: str = "") -> Room:
 
 ROOMS: Final = (
     _package("messages", libraries="msgspec structlog"),
+    # What every process has: its log, its step, its keys and its command line.
+    _package("processes", "messages", "msgspec structlog"),
     # The controller.
     _package("controller"),
     _package("controller.states", "messages", "transitions")._replace(stdlib=PURE),
@@ -55,44 +58,50 @@ ROOMS: Final = (
     _package(
         "controller.log", "messages controller.core controller.core.tables", "caio msgspec xxhash"
     ),
-    _package("controller.shell.clients", "messages", "msgspec xxhash"),
-    _package("controller.shell.access", "messages controller.core.context", "msgspec structlog"),
+    _package("controller.server.clients", "messages", "msgspec xxhash"),
     _package(
-        "controller.shell.operating",
-        "messages controller.core controller.core.tables controller.log",
+        "controller.server.access",
+        "processes messages controller.core.context",
         "msgspec structlog",
     ),
-    _package("controller.shell.startup", "messages controller.core", "msgspec structlog"),
     _package(
-        "controller.shell",
-        "messages controller.states controller.core controller.core.tables controller.log "
-        "controller.shell.clients controller.shell.access controller.shell.operating "
-        "controller.shell.startup",
+        "controller.server.operating",
+        "processes messages controller.core controller.core.tables controller.log",
         "msgspec structlog",
     ),
-    _package("controller.client", "messages", "msgspec"),
-    _package("controller.cli.options", "messages controller.shell.startup", "msgspec typer"),
-    _package("controller.cli.example", "", "typer"),
-    _package("controller.cli.pages", "controller.shell.startup", "rich typer"),
     _package(
-        "controller.cli",
-        "messages controller.core controller.log controller.shell controller.shell.access "
-        "controller.shell.startup controller.client controller.cli.example controller.cli.options "
-        "controller.cli.pages gateway.options",
+        "controller.server.startup", "processes messages controller.core", "msgspec structlog"
+    ),
+    _package(
+        "controller.server",
+        "processes messages controller.states controller.core controller.core.tables "
+        "controller.log controller.server.clients controller.server.access "
+        "controller.server.operating controller.server.startup",
+        "msgspec structlog",
+    ),
+    _package("client", "processes messages", "msgspec"),
+    _package("cli.options", "processes messages controller.server.startup", "msgspec typer"),
+    _package("cli.example", "", "typer"),
+    _package("cli.pages", "controller.server.startup", "rich typer"),
+    _package(
+        "cli",
+        "processes messages controller.core controller.log controller.server "
+        "controller.server.access controller.server.startup client cli.example cli.options "
+        "cli.pages gateway.options",
         "msgspec rich structlog typer",
     ),
     _package(
-        "controller.cli.server",
-        "messages controller.cli controller.client controller.core controller.shell.startup",
+        "cli.server",
+        "processes messages cli client controller.core controller.server.startup",
         "msgspec typer",
     ),
     # It joins the commands of both.
     Room(
-        "controller.cli.main",
-        ("controller.cli.main",),
+        "cli.main",
+        ("cli.main",),
         (
-            *("messages", "controller.cli", "controller.cli.server", "controller.cli.pages"),
-            *("controller.cli.example", "controller.client"),
+            *("messages", "cli", "cli.server", "cli.pages"),
+            *("cli.example", "client"),
         ),
         ("typer",),
     ),
@@ -187,16 +196,16 @@ ROOMS: Final = (
     ),
     _package(
         "engine.worker",
-        "messages engine engine.adapters engine.adapters.files.directory engine.residency "
-        "engine.models engine.models.library engine.inference",
+        "processes messages engine engine.adapters engine.adapters.files.directory "
+        "engine.residency engine.models engine.models.library engine.inference",
         "msgspec structlog torch",
     ),
     # The gateway, from the ground up: a client of the controller.
     _package("gateway", libraries="msgspec"),
-    _package("gateway.http", "messages controller.client gateway", "msgspec starlette"),
+    _package("gateway.http", "messages client gateway", "msgspec starlette"),
     _package(
         "gateway.adapters",
-        "messages controller.client gateway gateway.http",
+        "messages client gateway gateway.http",
         "msgspec starlette structlog",
     ),
     _package(
@@ -207,31 +216,40 @@ ROOMS: Final = (
     _package("gateway.tools", libraries="msgspec"),
     _package(
         "gateway.inference",
-        "messages controller.client gateway gateway.http gateway.adapters gateway.metrics "
+        "processes messages client gateway gateway.http gateway.adapters gateway.metrics "
         "gateway.tools",
         "jinja2 msgspec starlette structlog tokenizers",
     ),
     _package(
         "gateway.page",
-        "messages controller.client gateway.http gateway.adapters",
+        "messages client gateway.http gateway.adapters",
         "msgspec starlette",
     ),
     _package(
         "gateway.server",
-        "messages controller.client gateway gateway.http gateway.adapters gateway.metrics "
+        "processes messages client gateway gateway.http gateway.adapters gateway.metrics "
         "gateway.inference gateway.page",
         "httptools msgspec starlette structlog uvicorn uvloop",
     ),
-    # What users import, and the entry points of our processes.
-    _package(
+    # What users import.
+    Room(
         "loradock",
-        "messages controller controller.client controller.log controller.shell "
-        "engine engine.adapters engine.punica engine.models.library.light_imports engine.manager "
-        "engine.worker gateway gateway.inference.template_process gateway.server",
+        ("loradock",),
+        ("messages", "client", "engine", "engine.adapters", "engine.punica", "engine.manager"),
+    ),
+    # The entry points of our processes.
+    Room(
+        "processes.__main__",
+        ("processes.__main__",),
+        (
+            *("loradock", "controller.log", "controller.server", "engine.worker"),
+            *("engine.models.library.light_imports", "gateway.inference.template_process"),
+            "gateway.server",
+        ),
     ),
     Room(
-        "loradock.testing",
-        ("loradock.testing",),
+        "testing",
+        ("testing",),
         ("controller.core", "controller.core.tables"),
         ("msgspec",),
     ),
@@ -239,10 +257,10 @@ ROOMS: Final = (
 
 PLACES: Final[dict[str, tuple[str, ...]]] = {
     "zmq": (
-        *("controller.shell.transport", "controller.shell.listener"),
-        *("controller.shell.access.keys", "controller.shell.access.authenticator"),
-        *("controller.client.async_client", "controller.client.sync_client"),
-        *("controller.client.sockets", "engine.worker.process", "engine.worker.worker"),
+        *("controller.server.transport", "controller.server.listener"),
+        *("controller.server.access.keys", "controller.server.access.authenticator"),
+        *("client.async_client", "client.sync_client"),
+        *("client.sockets", "engine.worker.process", "engine.worker.worker"),
     ),
     "PIL": ("engine.models.vision.decoding",),
     "torchao": ("engine.models.quantization",),
@@ -256,9 +274,15 @@ BEGIN: Final = "<!-- rooms: generated by make diagrams -->"
 END: Final = "<!-- end of the rooms -->"
 
 
+def _short(module: str) -> str:
+    """The name of one of our modules below `loradock`."""
+    return module.removeprefix("loradock.")
+
+
 @cache
 def rooms_of(module: str) -> tuple[Room, ...]:
     """The rooms that claim a module; a well-placed one has exactly one."""
+    module = _short(module)
     siblings = f"{module.rpartition('.')[0]}.*"
     # A package's own name is matched before the folder that it is in.
     exact = tuple(room for room in ROOMS if module in room.modules)
@@ -270,7 +294,7 @@ def _is_allowed(room: Room, module: str, imported: str, ours: bool) -> bool:
     if not ours:
         library = imported.partition(".")[0]
         return library in (*room.stdlib, *room.libraries) or module in PLACES.get(library, ())
-    (target,) = rooms_of(imported)
+    (target,), imported = rooms_of(imported), _short(imported)
     # `engine.kernels` is both a room and the one module of another.
     is_module = imported in room.may and imported not in {other.name for other in ROOMS}
     return target == room or target.name in room.may or is_module
@@ -285,10 +309,10 @@ def wrong_imports(files: list[Source]) -> list[str]:
             findings.append(f"{file.path} belongs to {len(rooms)} rooms; it must be one")
             continue
         for node, name in imports(file, modules):
-            ours = name.partition(".")[0] in PROGRAM
+            ours = name.partition(".")[0] == "loradock"
             if ours and len(rooms_of(name)) != 1:
                 findings.append(file.at(node, f"imports {name}, which is in no room"))
-            elif not _is_allowed(rooms[0], file.module, name, ours):
+            elif not _is_allowed(rooms[0], _short(file.module), name, ours):
                 findings.append(file.at(node, f"imports {name}, which {rooms[0].name} may not"))
     return findings
 

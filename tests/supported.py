@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from controller.shell.diagrams import between_marks
-from engine.adapters.peft_config import FIELD_RULES
-from engine.config import QUANTIZATIONS, LoRAConfig
-from engine.layers import CONVOLUTION_WRAPPERS, FULLY_SHARDED, WRAPPERS, BaseLayerWithLoRA
-from engine.layers.experts import ExpertsWithLoRA
-from engine.layout import ModuleKind
-from engine.models.causal_model import CausalModel
-from engine.models.packing import PACKING_RULES
-from engine.models.pooling_model import PoolingModel
-from engine.punica import MappingType
+from loradock.controller.server.diagrams import between_marks
+from loradock.engine.adapters.peft_config import FIELD_RULES
+from loradock.engine.config import QUANTIZATIONS, LoRAConfig
+from loradock.engine.layers import CONVOLUTION_WRAPPERS, FULLY_SHARDED, WRAPPERS, BaseLayerWithLoRA
+from loradock.engine.layers.experts import ExpertsWithLoRA
+from loradock.engine.layout import ModuleKind
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.packing import PACKING_RULES
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.punica import MappingType
 from tests.matrix import read_rows
 from tests.parity import read_results
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture

@@ -19,7 +19,7 @@ from tests.architecture_rules import (
     with_drawing,
     wrong_imports,
 )
-from tests.support.sources import PROGRAM, ROOT, read_sources, source
+from tests.support.sources import LINKED, PROGRAM, ROOT, read_sources, source
 
 LIBRARIES = {library for room in ROOMS for library in room.libraries} | {*PLACES, "numpy", "peft"}
 OUTSIDE = ("tests.supported", "benchmarks.run", "examples.demo")
@@ -35,8 +35,20 @@ def a_module_of(room: Room) -> str:
 def a_path_of(room: Room) -> str:
     """The path of such a module."""
     name = a_module_of(room)
-    is_package = name in room.modules
-    return f"{name.replace('.', '/')}{'/__init__' if is_package else ''}.py"
+    is_package = name in room.modules and room.name != "processes.__main__"
+    return path_of(f"{name}.__init__" if is_package else name)
+
+
+def path_of(module: str) -> str:
+    """The path of a module that the table names."""
+    is_linked = module.partition(".")[0] in LINKED
+    is_root = module.startswith("loradock.")
+    return f"{'' if is_linked or is_root else 'loradock/'}{module.replace('.', '/')}.py"
+
+
+def full_name(module: str) -> str:
+    """The name by which a module that the table names is imported."""
+    return module if module.partition(".")[0] == "loradock" else f"loradock.{module}"
 
 
 def test_every_module_is_in_one_room_and_imports_what_the_room_may() -> None:
@@ -75,7 +87,7 @@ def test_the_drawing_of_the_rooms_is_up_to_date() -> None:
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
 def test_a_room_imports_from_the_rooms_that_it_may_and_from_no_other(room: Room) -> None:
     for other in ROOMS:
-        text = f"from {a_module_of(other)} import thing"
+        text = f"from {full_name(a_module_of(other))} import thing"
         is_allowed = other == room or other.name in room.may
         assert len(wrong_imports([source(a_path_of(room), text)])) == (not is_allowed), text
 
@@ -99,15 +111,16 @@ def test_a_single_module_of_a_room_may_be_allowed_alone() -> None:
     for room in ROOMS:
         for module in set(room.may) - {other.name for other in ROOMS}:
             sibling = f"{module.rpartition('.')[0]}.sample"
-            assert wrong_imports([source(a_path_of(room), f"import {module}")]) == []
-            assert len(wrong_imports([source(a_path_of(room), f"import {sibling}")])) == 1
+            right, wrong = (f"import {full_name(name)}" for name in (module, sibling))
+            assert wrong_imports([source(a_path_of(room), right)]) == []
+            assert len(wrong_imports([source(a_path_of(room), wrong)])) == 1
 
 
 @pytest.mark.parametrize(
     ("library", "module"), [(name, module) for name, all_ in PLACES.items() for module in all_]
 )
 def test_a_library_may_belong_to_single_modules(library: str, module: str) -> None:
-    path = f"{module.replace('.', '/')}.py"
+    path = path_of(module)
     assert wrong_imports([source(path, f"import {library}")]) == []
     assert [room.name for room in rooms_of(module)] == [module.rpartition(".")[0]]
     assert (ROOT / path).exists()
@@ -116,25 +129,25 @@ def test_a_library_may_belong_to_single_modules(library: str, module: str) -> No
 def test_relative_imports_are_followed() -> None:
     right = source("controller/core/x.py", "from . import world\nfrom .world import World")
     wrong = source("controller/core/y.py", "from ..shell import server")
-    known = [source("controller/core/world.py", ""), source("controller/shell/server.py", "")]
+    known = [source("controller/core/world.py", ""), source("controller/server/server.py", "")]
     assert len(wrong_imports([right, wrong, *known])) == 1
 
 
 @pytest.mark.parametrize("path", ["helpers/x.py", "engine/new/x.py", "controller/x/y/z.py"])
 def test_a_file_without_a_room_is_seen(path: str) -> None:
     assert len(wrong_imports([source(path, "")])) == 1
-    importing = source("engine/worker/x.py", "import engine.new.x")
+    importing = source("engine/worker/x.py", "import loradock.engine.new.x")
     assert len(wrong_imports([importing])) == 1
 
 
 def test_cycles_of_modules_and_of_rooms_are_seen() -> None:
     files = [
-        source("engine/kernels/x.py", "from engine import helper"),
-        source("engine/helper.py", "def f():\n    from engine.layers.base import Layer"),
-        source("engine/layers/base.py", "import engine.kernels.x"),
+        source("engine/kernels/x.py", "from loradock.engine import helper"),
+        source("engine/helper.py", "def f():\n    from loradock.engine.layers.base import Layer"),
+        source("engine/layers/base.py", "import loradock.engine.kernels.x"),
     ]
     modules = {"engine.kernels.x", "engine.helper", "engine.layers.base"}
-    assert set(cycle_of(graph_of(files))) == modules
+    assert set(cycle_of(graph_of(files))) == {full_name(module) for module in modules}
     assert set(cycle_of(room_graph(files))) == {"engine.kernels", "engine", "engine.layers"}
     assert cycle_of(graph_of(files[:2])) == []
 

@@ -75,17 +75,17 @@ def test_pickles_are_loaded_in_one_place_and_as_tensors_only() -> None:
 
 def test_plugins_are_loaded_in_one_place() -> None:
     text = "from importlib.metadata import entry_points"
-    assert ways_to_run_code([source("gateway/adapters/resolvers.py", text)]) == []
+    assert ways_to_run_code([source("loradock/gateway/adapters/resolvers.py", text)]) == []
     for path, other in (
-        ("gateway/adapters/names.py", text),
-        ("gateway/adapters/resolvers.py", "from importlib import import_module"),
+        ("loradock/gateway/adapters/names.py", text),
+        ("loradock/gateway/adapters/resolvers.py", "from importlib import import_module"),
     ):
         assert len(ways_to_run_code([source(path, other)])) >= 1
 
 
 def test_an_impure_call_in_the_core_is_seen() -> None:
     assert len(impurities([source("controller/core/x.py", "open('f')\nid(x)")])) == 2
-    assert impurities([source("controller/shell/x.py", "open('f')")]) == []
+    assert impurities([source("controller/server/x.py", "open('f')")]) == []
 
 
 def test_a_reading_of_the_wall_clock_is_seen() -> None:
@@ -94,8 +94,8 @@ def test_a_reading_of_the_wall_clock_is_seen() -> None:
         *("datetime.now(UTC)", "datetime.datetime.utcnow()", "clock = time.time"),
         "time.clock_gettime_ns(time.CLOCK_REALTIME)",
     ):
-        assert len(wall_clock_reads([source("controller/shell/server.py", text)])) == 1
-        assert wall_clock_reads([source("controller/shell/logical_clock.py", text)]) == []
+        assert len(wall_clock_reads([source("controller/server/server.py", text)])) == 1
+        assert wall_clock_reads([source("controller/server/logical_clock.py", text)]) == []
     harmless = ("time.monotonic()", "from time import sleep", "clock.time_ns", "loop.time()")
     assert wall_clock_reads([source("controller/x.py", text) for text in harmless]) == []
 

@@ -13,22 +13,22 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from controller.cli.context import Settings
-from controller.core.controller import Controller
-from controller.core.eviction import POLICIES
-from controller.core.limits import RULES, Limits, limits_to
-from controller.log import policies
-from controller.log.format import LogForeign
-from controller.log.policies import PolicyUnknownError, check_policy, known_policies
-from controller.log.replay import replay
-from controller.log.writer import Log
-from engine.kernels import choose_kernels
-from engine.layers import WRAPPERS, wrapper_of
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
-from engine.residency.staging import ModuleShape
+from loradock.cli.context import Settings
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.eviction import POLICIES
+from loradock.controller.core.limits import RULES, Limits, limits_to
+from loradock.controller.log import policies
+from loradock.controller.log.format import LogForeign
+from loradock.controller.log.policies import PolicyUnknownError, check_policy, known_policies
+from loradock.controller.log.replay import replay
+from loradock.controller.log.writer import Log
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layers import WRAPPERS, wrapper_of
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import ModuleShape
+from loradock.messages.records import FORMAT, ControllerStarted, Header, Record
 from loradock.testing import check_eviction_policy
-from messages.records import FORMAT, ControllerStarted, Header, Record
 from tests.support.simulation.standin_controller import StandIn
 from tests.support.sources import ROOT
 

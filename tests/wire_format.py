@@ -13,19 +13,19 @@ from typing import Any, Final, NamedTuple, get_args
 
 import msgspec
 
-from controller.shell.access.permissions import RIGHT_OF
-from controller.shell.diagrams import between_marks
-from controller.shell.event_stream import EVENTS_BEAT_NS
-from messages import wire
-from messages.base import Value
-from messages.commands import Command
-from messages.errors import MEANINGS
-from messages.events import Event, Published
-from messages.ids import NAME_PATTERN, REQUEST_PATTERN
-from messages.prompts import MAX_TOKENS_DEFAULT
-from messages.reports import Report
-from messages.requests import LIST_PAGE_ADAPTERS_MAX, Reply, Request
-from messages.views import DURATION_BOUNDS_S
+from loradock.controller.server.access.permissions import RIGHT_OF
+from loradock.controller.server.diagrams import between_marks
+from loradock.controller.server.event_stream import EVENTS_BEAT_NS
+from loradock.messages import wire
+from loradock.messages.base import Value
+from loradock.messages.commands import Command
+from loradock.messages.errors import MEANINGS
+from loradock.messages.events import Event, Published
+from loradock.messages.ids import NAME_PATTERN, REQUEST_PATTERN
+from loradock.messages.prompts import MAX_TOKENS_DEFAULT
+from loradock.messages.reports import Report
+from loradock.messages.requests import LIST_PAGE_ADAPTERS_MAX, Reply, Request
+from loradock.messages.views import DURATION_BOUNDS_S
 from tests.support.simulation.message_examples import example_of, members
 from tests.support.sources import ROOT
 

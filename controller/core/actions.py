@@ -5,7 +5,7 @@ They are performed in order, after the input that caused them is in the log.
 
 from msgspec import Struct
 
-from messages import commands, events, requests
+from loradock.messages import commands, events, requests
 
 
 class SendReply(Struct, frozen=True, gc=False):

@@ -12,11 +12,11 @@ from typing import Final
 
 from msgspec import Struct
 
-from controller.core.context import Context
-from controller.core.pending_requests import has_suspended
-from controller.core.tables.tier_queues import TIERS, TierName
-from controller.core.world import PREFETCH_PRIORITY, Adapter
-from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState, Seq
+from loradock.controller.core.context import Context
+from loradock.controller.core.pending_requests import has_suspended
+from loradock.controller.core.tables.tier_queues import TIERS, TierName
+from loradock.controller.core.world import PREFETCH_PRIORITY, Adapter
+from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState, Seq
 
 
 class Amount(Struct, frozen=True, gc=False):

@@ -6,17 +6,17 @@ State, goal, answers and operations are changed by these methods only.
 from dataclasses import dataclass, field
 from typing import Final
 
-from controller.core.actions import Action, PublishEvent, SendCommand, SendReply
-from controller.core.eviction import Policy
-from controller.core.limits import RULES, Limits
-from controller.core.tables.answer_windows import Answer
-from controller.core.tables.counters import COUNTS_OF_TRANSITION, DURATION_OF, TIME_IN
-from controller.core.world import Adapter, Operation, PendingRequest, World
-from controller.states.machine import next_state
-from controller.states.table import RESIDENCY_LEVEL
-from messages import commands, events, requests
-from messages.errors import ErrorCode
-from messages.ids import AdapterId, AdapterState, OpId, RequestId
+from loradock.controller.core.actions import Action, PublishEvent, SendCommand, SendReply
+from loradock.controller.core.eviction import Policy
+from loradock.controller.core.limits import RULES, Limits
+from loradock.controller.core.tables.answer_windows import Answer
+from loradock.controller.core.tables.counters import COUNTS_OF_TRANSITION, DURATION_OF, TIME_IN
+from loradock.controller.core.world import Adapter, Operation, PendingRequest, World
+from loradock.controller.states.machine import next_state
+from loradock.controller.states.table import RESIDENCY_LEVEL
+from loradock.messages import commands, events, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import AdapterId, AdapterState, OpId, RequestId
 
 NANOS_PER_MS: Final = 1_000_000
 

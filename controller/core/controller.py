@@ -7,25 +7,25 @@ uses no socket, file, clock or randomness.
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller.core import (
+from loradock.controller.core import (
     deadlines,
     engine_lifecycle,
     pending_requests,
     report_handlers,
     request_handlers,
 )
-from controller.core.actions import Action
-from controller.core.context import Context
-from controller.core.eviction import POLICIES, is_state_by_state
-from controller.core.invariants import Excess, check, excess
-from controller.core.limits import FIXED, RULES, Limits, check_limits, window_bounds
-from controller.core.reconcile import reconcile
-from controller.core.request_handlers import Pending, Request
-from controller.core.world import World
-from messages import records, reports
-from messages.errors import ErrorCode
-from messages.ids import Seq
-from messages.requests import Reply
+from loradock.controller.core.actions import Action
+from loradock.controller.core.context import Context
+from loradock.controller.core.eviction import POLICIES, is_state_by_state
+from loradock.controller.core.invariants import Excess, check, excess
+from loradock.controller.core.limits import FIXED, RULES, Limits, check_limits, window_bounds
+from loradock.controller.core.reconcile import reconcile
+from loradock.controller.core.request_handlers import Pending, Request
+from loradock.controller.core.world import World
+from loradock.messages import records, reports
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import Seq
+from loradock.messages.requests import Reply
 
 
 class Controller:

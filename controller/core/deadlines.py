@@ -9,13 +9,13 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller.core import engine_lifecycle, pending_requests
-from controller.core.actions import SendCommand, SetTimer
-from controller.core.context import Context
-from controller.core.world import Operation, PendingRequest
-from messages import commands, events, records
-from messages.errors import ErrorCode
-from messages.ids import AdapterId, OpId, RequestId
+from loradock.controller.core import engine_lifecycle, pending_requests
+from loradock.controller.core.actions import SendCommand, SetTimer
+from loradock.controller.core.context import Context
+from loradock.controller.core.world import Operation, PendingRequest
+from loradock.messages import commands, events, records
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import AdapterId, OpId, RequestId
 
 # Refusals are part of the digest: another wording needs another `RULES` number.
 _TOO_SLOW: Final = {

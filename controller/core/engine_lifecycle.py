@@ -3,15 +3,15 @@
 An adapter that agrees with the engine's inventory is not touched.
 """
 
-from controller.core import leases, pending_requests
-from controller.core.actions import RestartEngine, SendCommand
-from controller.core.context import NANOS_PER_MS, Context
-from controller.core.inventory import contradiction, correct, surviving
-from controller.core.report_handlers import discard_operation, mark_lost
-from controller.core.world import Adapter, AttachedEngine, Operation
-from messages import commands, events, records, reports
-from messages.errors import ErrorCode
-from messages.ids import OpId, RequestId
+from loradock.controller.core import leases, pending_requests
+from loradock.controller.core.actions import RestartEngine, SendCommand
+from loradock.controller.core.context import NANOS_PER_MS, Context
+from loradock.controller.core.inventory import contradiction, correct, surviving
+from loradock.controller.core.report_handlers import discard_operation, mark_lost
+from loradock.controller.core.world import Adapter, AttachedEngine, Operation
+from loradock.messages import commands, events, records, reports
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import OpId, RequestId
 
 
 def on_started(context: Context, message: records.ControllerStarted) -> None:

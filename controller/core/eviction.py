@@ -13,7 +13,7 @@ adapters are candidates, and when a victim is needed, is decided in `capacity` a
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from controller.core.world import Adapter
+from loradock.controller.core.world import Adapter
 
 Policy = Callable[[Iterator[Adapter]], Adapter | None]
 """Receives candidates, least recently used first; returns the victim or None."""

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from controller.core import capacity
-from controller.core.actions import (
+from loradock.controller.core import capacity
+from loradock.controller.core.actions import (
     Action,
     PublishEvent,
     RestartEngine,
@@ -18,14 +18,14 @@ from controller.core.actions import (
     SendReply,
     SetTimer,
 )
-from controller.core.context import Context, Refusal
-from controller.core.controller import Controller
-from controller.core.eviction import choose_none
-from controller.core.limits import Limits
-from controller.core.world import Adapter, World
-from messages import commands, events, records, reports, requests
-from messages.errors import ErrorCode
-from messages.ids import UNREGISTERED
+from loradock.controller.core.context import Context, Refusal
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.eviction import choose_none
+from loradock.controller.core.limits import Limits
+from loradock.controller.core.world import Adapter, World
+from loradock.messages import commands, events, records, reports, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import UNREGISTERED
 
 Execute = Callable[[commands.Command], Iterable[reports.LoggedReport]]
 """Completes a command and returns its reports."""

@@ -9,13 +9,13 @@ from typing import Final
 
 from msgspec.structs import astuple
 
-from controller.core.limits import Limits, window_bounds
-from controller.core.tables.counters import Counters
-from controller.core.tables.tier_queues import TIERS, TierName
-from controller.core.world import NO_PRIORITY, RESIDENT, Adapter, World
-from controller.states.table import RESIDENCY_LEVEL
-from messages import commands
-from messages.ids import (
+from loradock.controller.core.limits import Limits, window_bounds
+from loradock.controller.core.tables.counters import Counters
+from loradock.controller.core.tables.tier_queues import TIERS, TierName
+from loradock.controller.core.world import NO_PRIORITY, RESIDENT, Adapter, World
+from loradock.controller.states.table import RESIDENCY_LEVEL
+from loradock.messages import commands
+from loradock.messages.ids import (
     CPU_CACHED,
     EVICTED,
     GPU_SLOT,

@@ -8,20 +8,28 @@ import heapq
 from collections.abc import Iterator
 from typing import Final
 
-from controller.core import capacity, leases, pending_requests
-from controller.core.context import Context
-from controller.core.limits import Limits
-from controller.core.report_handlers import mark_lost, promote_version, publish_if_current
-from controller.core.world import RESIDENT, Adapter, Operation, Slot, World
-from controller.states.table import (
+from loradock.controller.core import capacity, leases, pending_requests
+from loradock.controller.core.context import Context
+from loradock.controller.core.limits import Limits
+from loradock.controller.core.report_handlers import mark_lost, promote_version, publish_if_current
+from loradock.controller.core.world import RESIDENT, Adapter, Operation, Slot, World
+from loradock.controller.states.table import (
     RESIDENCY_LEVEL,
     SLOT_WRITTEN,
     WEIGHTS_LOADED,
     WEIGHTS_STAGED,
 )
-from messages import events
-from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, UNREGISTERED, AdapterId, OpId
-from messages.reports import EngineInventory, InventoryAdapter
+from loradock.messages import events
+from loradock.messages.ids import (
+    CPU_CACHED,
+    GPU_SLOT,
+    NO_SLOT,
+    PINNED,
+    UNREGISTERED,
+    AdapterId,
+    OpId,
+)
+from loradock.messages.reports import EngineInventory, InventoryAdapter
 
 _TRANSITIONS_TO: Final = {
     CPU_CACHED: (WEIGHTS_LOADED,),

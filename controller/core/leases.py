@@ -14,10 +14,10 @@ turns.
 from operator import attrgetter
 from typing import Final
 
-from controller.core import capacity
-from controller.core.actions import SendCommand
-from controller.core.context import NANOS_PER_MS, Context
-from controller.core.pending_requests import (
+from loradock.controller.core import capacity
+from loradock.controller.core.actions import SendCommand
+from loradock.controller.core.context import NANOS_PER_MS, Context
+from loradock.controller.core.pending_requests import (
     INFERENCE,
     adapter_done,
     dequeue_batch,
@@ -30,10 +30,10 @@ from controller.core.pending_requests import (
     refuse_request,
     wait_for,
 )
-from controller.core.world import Adapter, PendingRequest, RequestKind
-from messages import commands, events
-from messages.errors import ErrorCode
-from messages.ids import (
+from loradock.controller.core.world import Adapter, PendingRequest, RequestKind
+from loradock.messages import commands, events
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import (
     BASE_MODEL,
     CPU_CACHED,
     GPU_SLOT,
@@ -43,7 +43,7 @@ from messages.ids import (
     RequestId,
     Seq,
 )
-from messages.views import Warnings
+from loradock.messages.views import Warnings
 
 GRANTED: Final[dict[RequestKind, AdapterState]] = {
     "load": CPU_CACHED,

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Final
 
-from controller.core.actions import SendCommand
-from controller.core.context import NANOS_PER_MS, Context
-from controller.core.world import Adapter, PendingRequest, RequestKind
-from controller.states.table import RESIDENCY_LEVEL
-from messages import commands, requests
-from messages.errors import ErrorCode
-from messages.ids import EVICTED, UNREGISTERED, AdapterId, AdapterState, RequestId
-from messages.views import Warnings
+from loradock.controller.core.actions import SendCommand
+from loradock.controller.core.context import NANOS_PER_MS, Context
+from loradock.controller.core.world import Adapter, PendingRequest, RequestKind
+from loradock.controller.states.table import RESIDENCY_LEVEL
+from loradock.messages import commands, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import EVICTED, UNREGISTERED, AdapterId, AdapterState, RequestId
+from loradock.messages.views import Warnings
 
 DOWNWARD: Final = ("deactivate", "evict", "remove")
 """Kinds of requests whose target is a maximum; the target of every other kind is a minimum."""

@@ -7,15 +7,15 @@ its state.
 from collections.abc import Callable
 from typing import Final
 
-from controller.core import capacity, leases, pending_requests
-from controller.core.context import NANOS_PER_MS, Context
-from controller.core.tables.tier_queues import TierName
-from controller.core.world import NO_PRIORITY, PREFETCH_PRIORITY, Adapter
-from controller.states.machine import next_state
-from controller.states.table import ADAPTER_REMOVED, RESIDENCY_LEVEL
-from messages import commands, events
-from messages.errors import MEANINGS, ErrorCode
-from messages.ids import (
+from loradock.controller.core import capacity, leases, pending_requests
+from loradock.controller.core.context import NANOS_PER_MS, Context
+from loradock.controller.core.tables.tier_queues import TierName
+from loradock.controller.core.world import NO_PRIORITY, PREFETCH_PRIORITY, Adapter
+from loradock.controller.states.machine import next_state
+from loradock.controller.states.table import ADAPTER_REMOVED, RESIDENCY_LEVEL
+from loradock.messages import commands, events
+from loradock.messages.errors import MEANINGS, ErrorCode
+from loradock.messages.ids import (
     CPU_CACHED,
     EVICTED,
     GPU_SLOT,

@@ -7,19 +7,19 @@ nothing. A report without an open operation is a repetition and is ignored.
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from controller.core import capacity, leases, pending_requests
-from controller.core.actions import SendCommand
-from controller.core.context import Context
-from controller.core.reconcile import abandon_goal, start_backoff
-from controller.core.tables.counters import Counters
-from controller.core.tables.tier_queues import TIERS, TierName
-from controller.core.world import Adapter, Operation, PendingRequest
-from controller.states.machine import IllegalTransitionError
-from controller.states.table import ENGINE_LOST, RESIDENCY_LEVEL
-from messages import commands, events, reports, requests
-from messages.errors import ErrorCode
-from messages.ids import GPU_SLOT, UNREGISTERED, RequestId
-from messages.views import Placement
+from loradock.controller.core import capacity, leases, pending_requests
+from loradock.controller.core.actions import SendCommand
+from loradock.controller.core.context import Context
+from loradock.controller.core.reconcile import abandon_goal, start_backoff
+from loradock.controller.core.tables.counters import Counters
+from loradock.controller.core.tables.tier_queues import TIERS, TierName
+from loradock.controller.core.world import Adapter, Operation, PendingRequest
+from loradock.controller.states.machine import IllegalTransitionError
+from loradock.controller.states.table import ENGINE_LOST, RESIDENCY_LEVEL
+from loradock.messages import commands, events, reports, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import GPU_SLOT, UNREGISTERED, RequestId
+from loradock.messages.views import Placement
 
 SUCCESS_OF: Final[dict[type, type]] = {
     commands.CheckAdapter: reports.AdapterChecked,

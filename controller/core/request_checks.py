@@ -6,12 +6,12 @@ A check raises `Refusal`, or returns what the handler of the request needs. It c
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller.core import capacity, pending_requests
-from controller.core.context import Context, Refusal, unknown_adapter
-from controller.core.world import Adapter
-from messages import records, requests
-from messages.errors import ErrorCode
-from messages.ids import UNREGISTERED
+from loradock.controller.core import capacity, pending_requests
+from loradock.controller.core.context import Context, Refusal, unknown_adapter
+from loradock.controller.core.world import Adapter
+from loradock.messages import records, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import UNREGISTERED
 
 OVERLOAD_RETRY_MS: Final = 250
 """When a client may repeat a request that too many pending ones prevented."""

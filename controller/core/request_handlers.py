@@ -7,16 +7,16 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, Final
 
-from controller.core import leases, pending_requests
-from controller.core.actions import SendReply
-from controller.core.context import Context, Refusal
-from controller.core.request_checks import StateRequest, check, is_replacement
-from controller.core.tables.counters import Counters
-from controller.core.world import Adapter, InferenceKind, PendingRequest, RequestKind
-from controller.states.table import RESIDENCY_LEVEL
-from messages import events, records, requests
-from messages.errors import ErrorCode
-from messages.ids import (
+from loradock.controller.core import leases, pending_requests
+from loradock.controller.core.actions import SendReply
+from loradock.controller.core.context import Context, Refusal
+from loradock.controller.core.request_checks import StateRequest, check, is_replacement
+from loradock.controller.core.tables.counters import Counters
+from loradock.controller.core.world import Adapter, InferenceKind, PendingRequest, RequestKind
+from loradock.controller.states.table import RESIDENCY_LEVEL
+from loradock.messages import events, records, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import (
     CPU_CACHED,
     EVICTED,
     GPU_SLOT,

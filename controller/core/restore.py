@@ -8,9 +8,9 @@ record, a slot's record or a deadline that a record has.
 import heapq
 from operator import attrgetter
 
-from controller.core.tables.lru_order import LruOrder
-from controller.core.tables.tier_queues import TierName, TierQueues
-from controller.core.world import (
+from loradock.controller.core.tables.lru_order import LruOrder
+from loradock.controller.core.tables.tier_queues import TierName, TierQueues
+from loradock.controller.core.world import (
     DEADLINES_MIN,
     NO_PRIORITY,
     RESIDENT,
@@ -18,8 +18,8 @@ from controller.core.world import (
     Deadline,
     World,
 )
-from controller.states.table import RESIDENCY_LEVEL
-from messages.ids import CPU_CACHED, EVICTED, PINNED, UNREGISTERED, AdapterState
+from loradock.controller.states.table import RESIDENCY_LEVEL
+from loradock.messages.ids import CPU_CACHED, EVICTED, PINNED, UNREGISTERED, AdapterState
 
 _NEXT_TIER: dict[AdapterState, TierName] = {
     UNREGISTERED: "host",

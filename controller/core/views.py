@@ -11,15 +11,15 @@ from typing import Literal
 
 import msgspec
 
-from controller.core.context import Refusal, unknown_adapter
-from controller.core.controller import Controller
-from controller.core.pending_requests import INFERENCE
-from controller.core.tables.counters import TIME_IN
-from controller.core.world import Adapter, World
-from messages import requests
-from messages.errors import ErrorCode
-from messages.ids import GPU_SLOT, NO_SLOT, AdapterId, OpId
-from messages.views import AdapterCounters, AdapterUse, AdapterView, TierView
+from loradock.controller.core.context import Refusal, unknown_adapter
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.pending_requests import INFERENCE
+from loradock.controller.core.tables.counters import TIME_IN
+from loradock.controller.core.world import Adapter, World
+from loradock.messages import requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import GPU_SLOT, NO_SLOT, AdapterId, OpId
+from loradock.messages.views import AdapterCounters, AdapterUse, AdapterView, TierView
 
 Sees = Callable[[str], bool]
 """Whether a client may see the adapters of a name."""

@@ -12,16 +12,16 @@ import msgspec
 import xxhash
 from msgspec import Struct, field
 
-from controller.core.limits import Limits, window_bounds
-from controller.core.tables.answer_windows import Answer, AnswerWindows
-from controller.core.tables.counters import Counters
-from controller.core.tables.digest_dict import DigestDict
-from controller.core.tables.fast_assignment import fast_assignment
-from controller.core.tables.lru_order import LruOrder
-from controller.core.tables.tier_queues import TIERS, TierName, TierQueues
-from messages.commands import Operation as OperationCommand
-from messages.commands import StartGeneration, StartPooling
-from messages.ids import (
+from loradock.controller.core.limits import Limits, window_bounds
+from loradock.controller.core.tables.answer_windows import Answer, AnswerWindows
+from loradock.controller.core.tables.counters import Counters
+from loradock.controller.core.tables.digest_dict import DigestDict
+from loradock.controller.core.tables.fast_assignment import fast_assignment
+from loradock.controller.core.tables.lru_order import LruOrder
+from loradock.controller.core.tables.tier_queues import TIERS, TierName, TierQueues
+from loradock.messages.commands import Operation as OperationCommand
+from loradock.messages.commands import StartGeneration, StartPooling
+from loradock.messages.ids import (
     CPU_CACHED,
     GPU_SLOT,
     NO_SLOT,
@@ -33,9 +33,9 @@ from messages.ids import (
     RequestId,
     Seq,
 )
-from messages.prompts import Sampling
-from messages.requests import AdapterDone
-from messages.views import Warnings
+from loradock.messages.prompts import Sampling
+from loradock.messages.requests import AdapterDone
+from loradock.messages.views import Warnings
 
 InferenceKind = Literal["generate", "embed", "classify"]
 RequestKind = (
@@ -276,7 +276,7 @@ class World:
         self._derive(limits)
 
     def _derive(self, limits: Limits) -> None:
-        """Create the indexes, which `controller.core.restore` computes from the fields above."""
+        """Create the indexes, which `controller/core/restore.py` computes from the fields above."""
         self.resize_slots(limits.slots_max)
         self.set_bounds(limits)
         # Adapters by state in the order of `lru_stamp`: the first is the first victim.

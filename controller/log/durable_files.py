@@ -4,7 +4,7 @@ import errno
 from pathlib import Path
 from typing import Final
 
-from controller.log.storage import DISK, Storage
+from loradock.controller.log.storage import DISK, Storage
 
 CHUNK_BYTES: Final = 1 << 17
 """The most bytes that one sync waits for, so that the log's own syncs are not delayed for long.

@@ -23,11 +23,11 @@ from typing import Final, NamedTuple
 import msgspec
 import xxhash
 
-from controller.log.durable_files import CHUNK_BYTES, write_file
-from controller.log.format import UNDECODABLE, LogForeign
-from controller.log.storage import DISK, Storage
-from messages.events import Published
-from messages.ids import Seq
+from loradock.controller.log.durable_files import CHUNK_BYTES, write_file
+from loradock.controller.log.format import UNDECODABLE, LogForeign
+from loradock.controller.log.storage import DISK, Storage
+from loradock.messages.events import Published
+from loradock.messages.ids import Seq
 
 FILE_BYTES_MAX: Final = 4 << 20
 """A file that has reached this size is ended; its last frame may exceed it."""

@@ -11,19 +11,26 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from controller.core.controller import Controller
-from controller.core.invariants import check
-from controller.core.limits import RULES, RULES_READ, Limits, LimitsError, limits_from, limits_to
-from controller.core.tables.counters import Counters
-from controller.core.world import RESIDENT, Adapter, World
-from controller.log.durable_files import write_file
-from controller.log.format import CHAIN_START, ChainLink, LogError, frame_header
-from controller.log.policies import PolicyUnknownError, check_policy
-from controller.log.replay import ReplayResult, replay, replay_approximately
-from controller.log.segments import segment_path, walk
-from controller.log.snapshots import LogPosition, take_snapshot, write_snapshot
-from controller.log.storage import DISK, Storage
-from messages.ids import (
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.invariants import check
+from loradock.controller.core.limits import (
+    RULES,
+    RULES_READ,
+    Limits,
+    LimitsError,
+    limits_from,
+    limits_to,
+)
+from loradock.controller.core.tables.counters import Counters
+from loradock.controller.core.world import RESIDENT, Adapter, World
+from loradock.controller.log.durable_files import write_file
+from loradock.controller.log.format import CHAIN_START, ChainLink, LogError, frame_header
+from loradock.controller.log.policies import PolicyUnknownError, check_policy
+from loradock.controller.log.replay import ReplayResult, replay, replay_approximately
+from loradock.controller.log.segments import segment_path, walk
+from loradock.controller.log.snapshots import LogPosition, take_snapshot, write_snapshot
+from loradock.controller.log.storage import DISK, Storage
+from loradock.messages.ids import (
     EVICTED,
     UNREGISTERED,
     AdapterId,
@@ -34,9 +41,9 @@ from messages.ids import (
     OpId,
     Seq,
 )
-from messages.ids import Path as AdapterPath
-from messages.records import FORMAT, Header
-from messages.views import Warnings
+from loradock.messages.ids import Path as AdapterPath
+from loradock.messages.records import FORMAT, Header
+from loradock.messages.views import Warnings
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 

@@ -10,7 +10,13 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from controller.log.format import HEAD_BYTES, MARKER, RECORD_BYTES_MAX, ChainLink, whole_frame
+from loradock.controller.log.format import (
+    HEAD_BYTES,
+    MARKER,
+    RECORD_BYTES_MAX,
+    ChainLink,
+    whole_frame,
+)
 
 START_BYTES_MAX: Final = 1 << 33
 """Bound on the bytes that a search hashes at a start: some seconds, for a body of 32 kB."""
@@ -18,7 +24,7 @@ START_BYTES_MAX: Final = 1 << 33
 REPAIR_BYTES_MAX: Final = 1 << 40
 """Bound on the bytes that a search hashes in a repair: some minutes, for a body of 360 kB."""
 
-# The fields of a frame's head, as offsets in bytes; see `controller.log.format`.
+# The fields of a frame's head, as offsets in bytes; see `loradock.controller.log.format`.
 _CHECKSUM: Final = range(4, 12)
 _LENGTH: Final = range(12, 16)
 _SEQ: Final = range(16, 24)

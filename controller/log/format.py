@@ -30,10 +30,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import xxhash
 
-from messages.errors import ErrorCode
-from messages.ids import Epoch, Seq
-from messages.records import FORMATS_READ, Header, Record, RecordOfFormat1
-from messages.wire import REPLY_BYTES_MAX
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import Epoch, Seq
+from loradock.messages.records import FORMATS_READ, Header, Record, RecordOfFormat1
+from loradock.messages.wire import REPLY_BYTES_MAX
 
 MARKER: Final = b"LDR1"
 HEAD_BYTES: Final = 40

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from controller.log.format import LogError
-from controller.log.retention import Retention
-from controller.log.segments import NumberedRecord, read, segment_paths, walk
-from controller.log.snapshots import drop_snapshots, restore_newest
-from controller.log.snapshotter import SnapshotMade, SnapshotOrder, make_snapshot
-from controller.log.storage import DISK, Storage
-from controller.log.writer import Log
-from messages.ids import Seq
-from messages.records import Header, InputSkipped, Record
+from loradock.controller.log.format import LogError
+from loradock.controller.log.retention import Retention
+from loradock.controller.log.segments import NumberedRecord, read, segment_paths, walk
+from loradock.controller.log.snapshots import drop_snapshots, restore_newest
+from loradock.controller.log.snapshotter import SnapshotMade, SnapshotOrder, make_snapshot
+from loradock.controller.log.storage import DISK, Storage
+from loradock.controller.log.writer import Log
+from loradock.messages.ids import Seq
+from loradock.messages.records import Header, InputSkipped, Record
 
 
 class RecordNotFoundError(LogError):

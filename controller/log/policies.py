@@ -1,15 +1,15 @@
 """The eviction policies of this installation: those of the core, and installed plugins.
 
 A plugin is an entry point of the group `loradock.policies`: its name is the policy's, and its value
-is a function with the signature of `controller.core.eviction.Policy`. A log's header has the name,
-so a replay needs the same plugin.
+is a function with the signature of `Policy` of `controller/core/eviction.py`. A log's header has
+the name, so a replay needs the same plugin.
 """
 
 # Only installed entry points are loaded.
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from controller.core.eviction import POLICIES
+from loradock.controller.core.eviction import POLICIES
 
 POLICY_GROUP: Final = "loradock.policies"
 

@@ -12,23 +12,23 @@ import errno
 from pathlib import Path
 from typing import NamedTuple
 
-from controller.log.flipped_bits import (
+from loradock.controller.log.flipped_bits import (
     REPAIR_BYTES_MAX,
     Flip,
     SearchTooLongError,
     flipped_bit,
     with_flip,
 )
-from controller.log.format import LogDamaged, LogFull, whole_frames
-from controller.log.segments import lock_directory, segment_paths, verify
-from controller.log.snapshots import (
+from loradock.controller.log.format import LogDamaged, LogFull, whole_frames
+from loradock.controller.log.segments import lock_directory, segment_paths, verify
+from loradock.controller.log.snapshots import (
     SnapshotInvalidError,
     read_snapshot,
     restore_controller,
     snapshot_paths,
 )
-from controller.log.storage import DISK, Storage
-from messages.ids import Seq
+from loradock.controller.log.storage import DISK, Storage
+from loradock.messages.ids import Seq
 
 
 class RepairPlan(NamedTuple):

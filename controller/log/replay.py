@@ -13,11 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from controller.core.actions import Action
-from controller.core.controller import Controller
-from controller.core.invariants import InvariantError
-from controller.core.limits import RULES, RULES_READ, limits_from, rules_read
-from controller.log.format import (
+from loradock.controller.core.actions import Action
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.invariants import InvariantError
+from loradock.controller.core.limits import RULES, RULES_READ, limits_from, rules_read
+from loradock.controller.log.format import (
     CHAIN_START,
     UNDECODABLE,
     LogError,
@@ -25,14 +25,14 @@ from controller.log.format import (
     foreign_record,
     record_decoder,
 )
-from controller.log.policies import PolicyUnknownError, check_policy
-from controller.log.segments import Segment, segment_paths
-from controller.log.skips import skipped_inputs
-from controller.log.snapshots import LogPosition, Restored, Snapshot, restore_newest
-from controller.log.storage import DISK, Storage
-from controller.log.tail import walk_after, walk_from_start
-from messages.ids import Epoch, Seq
-from messages.records import Header, Record
+from loradock.controller.log.policies import PolicyUnknownError, check_policy
+from loradock.controller.log.segments import Segment, segment_paths
+from loradock.controller.log.skips import skipped_inputs
+from loradock.controller.log.snapshots import LogPosition, Restored, Snapshot, restore_newest
+from loradock.controller.log.storage import DISK, Storage
+from loradock.controller.log.tail import walk_after, walk_from_start
+from loradock.messages.ids import Epoch, Seq
+from loradock.messages.records import Header, Record
 
 Sink = Callable[[list[Action]], None]
 

@@ -11,12 +11,12 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from controller.log.durable_files import write_file
-from controller.log.event_files import event_files_before
-from controller.log.format import LogError
-from controller.log.segments import segment_paths
-from controller.log.settings import LOG_KEEP_HOURS
-from controller.log.snapshots import (
+from loradock.controller.log.durable_files import write_file
+from loradock.controller.log.event_files import event_files_before
+from loradock.controller.log.format import LogError
+from loradock.controller.log.segments import segment_paths
+from loradock.controller.log.settings import LOG_KEEP_HOURS
+from loradock.controller.log.snapshots import (
     SNAPSHOTS_KEPT,
     Mark,
     Snapshot,
@@ -25,7 +25,7 @@ from controller.log.snapshots import (
     restore_controller,
     snapshot_paths,
 )
-from controller.log.storage import DISK, Storage
+from loradock.controller.log.storage import DISK, Storage
 
 _NANOS_PER_HOUR: Final = 3_600_000_000_000
 _ARCHIVE: Final = "archive:"

@@ -12,8 +12,8 @@ from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from controller.log.flipped_bits import START_BYTES_MAX, SearchTooLongError, flipped_bit
-from controller.log.format import (
+from loradock.controller.log.flipped_bits import START_BYTES_MAX, SearchTooLongError, flipped_bit
+from loradock.controller.log.format import (
     CHAIN_START,
     ChainLink,
     LogBusy,
@@ -24,9 +24,9 @@ from controller.log.format import (
     read_record,
     whole_frame,
 )
-from controller.log.storage import DISK, Storage
-from messages.ids import Epoch, Seq
-from messages.records import Header, Record
+from loradock.controller.log.storage import DISK, Storage
+from loradock.messages.ids import Epoch, Seq
+from loradock.messages.records import Header, Record
 
 NumberedRecord = tuple[Seq, Epoch, Record]
 """A record with its number and its epoch."""

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Final
 
-from controller.log.segments import Segment, segment_paths
-from controller.log.storage import DISK, Storage
-from messages.ids import Seq
-from messages.records import InputSkipped
+from loradock.controller.log.segments import Segment, segment_paths
+from loradock.controller.log.storage import DISK, Storage
+from loradock.messages.ids import Seq
+from loradock.messages.records import InputSkipped
 
 _TAG: Final = InputSkipped.__name__.encode()
 

@@ -17,22 +17,22 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from controller.core.controller import Controller
-from controller.core.limits import (
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import (
     RULES_READ,
     LimitsError,
     limits_from,
     limits_to,
     rules_read,
 )
-from controller.log.durable_files import write_file
-from controller.log.format import UNDECODABLE, ChainLink, LogError
-from controller.log.policies import PolicyUnknownError, check_policy
-from controller.log.skips import skipped_inputs
-from controller.log.storage import DISK, Storage
-from controller.log.world_state import encode_world, restore_world
-from messages.ids import Seq
-from messages.records import FORMAT
+from loradock.controller.log.durable_files import write_file
+from loradock.controller.log.format import UNDECODABLE, ChainLink, LogError
+from loradock.controller.log.policies import PolicyUnknownError, check_policy
+from loradock.controller.log.skips import skipped_inputs
+from loradock.controller.log.storage import DISK, Storage
+from loradock.controller.log.world_state import encode_world, restore_world
+from loradock.messages.ids import Seq
+from loradock.messages.records import FORMAT
 
 SNAPSHOTS_KEPT: Final = 2
 MARKS_MAX: Final = 4096

@@ -1,6 +1,6 @@
 """The snapshotter: makes a snapshot and the event files from the log, in a process of its own.
 
-`python -m controller.log.snapshotter DIRECTORY ORDER PARENT_PID` continues the newest valid
+Its process, with the arguments DIRECTORY ORDER PARENT_PID, continues the newest valid
 snapshot with the records after it, so no request waits for it. Its output is a `SnapshotMade` in
 JSON. It ends with status 1 and a message if it fails, and with 3 if another one is at work. It also
 ends with the process that started it, so that its lock is free for the next one.
@@ -18,16 +18,16 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from controller.core.actions import Action, PublishEvent
-from controller.core.limits import LimitsError
-from controller.log.event_files import EventWriter
-from controller.log.format import LogError
-from controller.log.replay import ReplayResult, replay
-from controller.log.retention import Retention, apply_retention, prune_snapshots
-from controller.log.segments import segment_paths
-from controller.log.snapshots import take_snapshot, write_snapshot
-from controller.log.storage import DISK, Storage
-from messages.ids import Seq
+from loradock.controller.core.actions import Action, PublishEvent
+from loradock.controller.core.limits import LimitsError
+from loradock.controller.log.event_files import EventWriter
+from loradock.controller.log.format import LogError
+from loradock.controller.log.replay import ReplayResult, replay
+from loradock.controller.log.retention import Retention, apply_retention, prune_snapshots
+from loradock.controller.log.segments import segment_paths
+from loradock.controller.log.snapshots import take_snapshot, write_snapshot
+from loradock.controller.log.storage import DISK, Storage
+from loradock.messages.ids import Seq
 
 EXIT_FAILED: Final = 1
 EXIT_BUSY: Final = 3

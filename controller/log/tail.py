@@ -7,10 +7,10 @@ before it is neither needed nor read as records.
 from collections.abc import Iterator
 from pathlib import Path
 
-from controller.log.format import LogDamaged, Scan
-from controller.log.segments import Segment, segment_path, segment_paths
-from controller.log.snapshots import LogPosition
-from controller.log.storage import DISK, Storage
+from loradock.controller.log.format import LogDamaged, Scan
+from loradock.controller.log.segments import Segment, segment_path, segment_paths
+from loradock.controller.log.snapshots import LogPosition
+from loradock.controller.log.storage import DISK, Storage
 
 
 def walk_from_start(directory: Path, storage: Storage = DISK) -> Iterator[Segment]:

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from controller.log.event_files import EventReader, event_files, event_frames
-from controller.log.event_files import first_seq_of as first_event_of
-from controller.log.segments import Verdict
-from controller.log.segments import verify as verify_segments
-from controller.log.snapshots import SnapshotVerdict, verify_snapshots
-from controller.log.storage import DISK, Storage
-from messages.ids import Seq
+from loradock.controller.log.event_files import EventReader, event_files, event_frames
+from loradock.controller.log.event_files import first_seq_of as first_event_of
+from loradock.controller.log.segments import Verdict
+from loradock.controller.log.segments import verify as verify_segments
+from loradock.controller.log.snapshots import SnapshotVerdict, verify_snapshots
+from loradock.controller.log.storage import DISK, Storage
+from loradock.messages.ids import Seq
 
 
 class LogVerdict(NamedTuple):

@@ -1,7 +1,7 @@
 """The state of a `World` as a snapshot stores it, and a world's restoration from it.
 
-`WorldState` has every field that `controller.core.restore` can't compute from the others, with the
-order of the entries: the inputs after a restored world then lead to the same actions as before.
+`WorldState` has every field that `controller/core/restore.py` can't compute from the others, with
+the order of the entries: the inputs after a restored world then lead to the same actions as before.
 """
 
 from collections import OrderedDict
@@ -11,12 +11,12 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from controller.core.restore import derive
-from controller.core.tables.answer_windows import Answer
-from controller.core.tables.counters import Counters
-from controller.core.tables.digest_dict import DigestDict
-from controller.core.tables.tier_queues import TierName
-from controller.core.world import (
+from loradock.controller.core.restore import derive
+from loradock.controller.core.tables.answer_windows import Answer
+from loradock.controller.core.tables.counters import Counters
+from loradock.controller.core.tables.digest_dict import DigestDict
+from loradock.controller.core.tables.tier_queues import TierName
+from loradock.controller.core.world import (
     Adapter,
     AttachedEngine,
     Operation,
@@ -25,8 +25,8 @@ from controller.core.world import (
     Tier,
     World,
 )
-from messages.ids import AdapterId, Epoch, OpId, RequestId, Seq
-from messages.views import Warnings
+from loradock.messages.ids import AdapterId, Epoch, OpId, RequestId, Seq
+from loradock.messages.views import Warnings
 
 
 class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -6,7 +6,7 @@ the policy specifies, or raises and none of them counts. Its two parts, `begin_g
 
 Nothing is acknowledged after a failed sync: what the disk then holds is only known by reading it
 again. A crash of the machine in the middle of a write may leave a hole before a whole record; that
-is damage and not a torn tail, so an operator decides (`controller.log.repair`).
+is damage and not a torn tail, so an operator decides (`loradock.controller.log.repair`).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Self
 
 import msgspec
 
-from controller.log.format import (
+from loradock.controller.log.format import (
     CHAIN_START,
     LogForeign,
     LogFull,
@@ -26,16 +26,16 @@ from controller.log.format import (
     frame_header,
     frame_records,
 )
-from controller.log.segments import (
+from loradock.controller.log.segments import (
     Segment,
     lock_directory,
     segment_path,
     segment_paths,
 )
-from controller.log.settings import SEGMENT_BYTES_MAX, SYNC_INTERVAL_MS, SyncPolicy
-from controller.log.storage import DISK, Storage, Wait
-from messages.ids import Epoch, Seq
-from messages.records import Header, Record
+from loradock.controller.log.settings import SEGMENT_BYTES_MAX, SYNC_INTERVAL_MS, SyncPolicy
+from loradock.controller.log.storage import DISK, Storage, Wait
+from loradock.messages.ids import Epoch, Seq
+from loradock.messages.records import Header, Record
 
 NO_SYNC_FAILED: Final = "no-sync-failed"
 """Name of a file without which the next start writes the last segment again.

@@ -1,6 +1,6 @@
-"""The life cycle as a Mermaid state diagram (`controller.shell.diagrams` puts it into a file)."""
+"""The life cycle as a Mermaid state diagram (see `controller/server/diagrams.py`)."""
 
-from controller.states.table import STATES, TRANSITIONS
+from loradock.controller.states.table import STATES, TRANSITIONS
 
 
 def mermaid() -> str:

@@ -7,8 +7,8 @@ from typing import Final, cast
 
 from transitions import Machine
 
-from controller.states.table import STATES, TRANSITIONS
-from messages.ids import AdapterState
+from loradock.controller.states.table import STATES, TRANSITIONS
+from loradock.messages.ids import AdapterState
 
 
 class IllegalTransitionError(Exception):

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
+from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
 
 # An input is called like the message that carries it.
 WEIGHTS_LOADED: Final = "WeightsLoaded"

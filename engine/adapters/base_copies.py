@@ -13,14 +13,20 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.adapters.files.problems import Problems
-from engine.adapters.files.weights_file import NO_VISITORS, ReadTensors, Tensors, Visitors, Wanted
-from engine.adapters.output_vectors import OutputVector
-from engine.adapters.pairs import TensorPair
-from engine.adapters.tensor_names import CopiedParameter
-from engine.errors import AdapterDoesNotFit, NotFinite
-from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape
-from engine.submatrix import WHOLE_TENSOR
+from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.adapters.files.weights_file import (
+    NO_VISITORS,
+    ReadTensors,
+    Tensors,
+    Visitors,
+    Wanted,
+)
+from loradock.engine.adapters.output_vectors import OutputVector
+from loradock.engine.adapters.pairs import TensorPair
+from loradock.engine.adapters.tensor_names import CopiedParameter
+from loradock.engine.errors import AdapterDoesNotFit, NotFinite
+from loradock.engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape
+from loradock.engine.submatrix import WHOLE_TENSOR
 
 _HALF_DTYPES: Final = {torch.float16, torch.bfloat16}
 _SMALLEST_HALF: Final = 2.0**-24

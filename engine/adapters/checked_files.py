@@ -4,8 +4,8 @@ from collections import OrderedDict
 from threading import Lock, Timer
 from typing import Final, NamedTuple
 
-from engine.adapters.files.directory import AdapterFiles
-from engine.adapters.lora_model import LoadedAdapter
+from loradock.engine.adapters.files.directory import AdapterFiles
+from loradock.engine.adapters.lora_model import LoadedAdapter
 
 BYTES_MIN: Final = 64 << 20
 """The size of weights from which a check is remembered.

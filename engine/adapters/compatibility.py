@@ -8,34 +8,39 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from engine.adapters.base_copies import (
+from loradock.engine.adapters.base_copies import (
     BaseCopy,
     HeldWeight,
     changed_weights,
     copies_of,
 )
-from engine.adapters.expert_stacks import expert_submatrices
-from engine.adapters.expert_tensors import ExpertPair, Experts, pair_experts, split_experts
-from engine.adapters.files.problems import Problems, shown
-from engine.adapters.files.weights_file import Tensors
-from engine.adapters.module_paths import SKIP_PREFIXES, Equivalence, ModulePathResolver
-from engine.adapters.output_vectors import (
+from loradock.engine.adapters.expert_stacks import expert_submatrices
+from loradock.engine.adapters.expert_tensors import ExpertPair, Experts, pair_experts, split_experts
+from loradock.engine.adapters.files.problems import Problems, shown
+from loradock.engine.adapters.files.weights_file import Tensors
+from loradock.engine.adapters.module_paths import SKIP_PREFIXES, Equivalence, ModulePathResolver
+from loradock.engine.adapters.output_vectors import (
     OutputVector,
     ReadBase,
     check_vectors,
     take_vectors,
 )
-from engine.adapters.pairs import TensorPair, check_rank_divisible, pair_up, size_difference
-from engine.adapters.peft_config import CLASSIFICATION_HEADS, PEFTHelper
-from engine.adapters.saved_tokenizer import BaseTokenizer
-from engine.adapters.targets import check_targets
-from engine.adapters.tensor_names import WeightNames, is_within, sort_names
-from engine.adapters.tied_modules import saved_names, tie_saved, token_pairs
-from engine.adapters.weights_mapper import Rename
-from engine.config import LoRAConfig
-from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.layout import SAVED_SUFFIX, WHOLE, ModuleKind, ModuleShape
-from engine.submatrix import Submatrix
+from loradock.engine.adapters.pairs import (
+    TensorPair,
+    check_rank_divisible,
+    pair_up,
+    size_difference,
+)
+from loradock.engine.adapters.peft_config import CLASSIFICATION_HEADS, PEFTHelper
+from loradock.engine.adapters.saved_tokenizer import BaseTokenizer
+from loradock.engine.adapters.targets import check_targets
+from loradock.engine.adapters.tensor_names import WeightNames, is_within, sort_names
+from loradock.engine.adapters.tied_modules import saved_names, tie_saved, token_pairs
+from loradock.engine.adapters.weights_mapper import Rename
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
+from loradock.engine.layout import SAVED_SUFFIX, WHOLE, ModuleKind, ModuleShape
+from loradock.engine.submatrix import Submatrix
 
 Modules = Mapping[str, ModuleShape]
 """The module-slices of a model that can be adapted, by full path."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engine.adapters.in_memory import whole_shapes
-from engine.adapters.layer_weights import LoRALayerWeights
-from engine.adapters.lora_model import LoRAModel
-from engine.layout import ModuleKind, ModuleShape, columns_of_one_adapter
+from loradock.engine.adapters.in_memory import whole_shapes
+from loradock.engine.adapters.layer_weights import LoRALayerWeights
+from loradock.engine.adapters.lora_model import LoRAModel
+from loradock.engine.layout import ModuleKind, ModuleShape, columns_of_one_adapter
 
 HeadWeights = tuple[torch.Tensor, torch.Tensor]
 """A head's weight `[out, in]` and bias `[out, 1]`."""

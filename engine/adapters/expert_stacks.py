@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.adapters.expert_tensors import ExpertPair
-from engine.adapters.pairs import TensorPair
-from engine.layout import ModuleShape
-from engine.submatrix import Submatrix
+from loradock.engine.adapters.expert_tensors import ExpertPair
+from loradock.engine.adapters.pairs import TensorPair
+from loradock.engine.layout import ModuleShape
+from loradock.engine.submatrix import Submatrix
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, TypeVar
 
-from engine.adapters.files.problems import Problems
-from engine.adapters.files.weights_file import Tensors
-from engine.adapters.module_paths import ModulePathResolver
-from engine.adapters.pairs import TensorPair, check_rank_divisible, make_pair
-from engine.adapters.peft_config import PEFTHelper
-from engine.adapters.tensor_names import PairNames, WeightNames
-from engine.errors import AdapterDoesNotFit
-from engine.layout import ModuleKind, ModuleShape, Shard
+from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.adapters.files.weights_file import Tensors
+from loradock.engine.adapters.module_paths import ModulePathResolver
+from loradock.engine.adapters.pairs import TensorPair, check_rank_divisible, make_pair
+from loradock.engine.adapters.peft_config import PEFTHelper
+from loradock.engine.adapters.tensor_names import PairNames, WeightNames
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.layout import ModuleKind, ModuleShape, Shard
 
 K = TypeVar("K")
 

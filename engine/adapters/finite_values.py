@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engine.adapters.files.problems import Problems
-from engine.adapters.files.weights_file import ValueRange
-from engine.adapters.pairs import TensorPair
-from engine.errors import NotFinite
+from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.adapters.files.weights_file import ValueRange
+from loradock.engine.adapters.pairs import TensorPair
+from loradock.engine.errors import NotFinite
 
 
 def check_values(

@@ -9,18 +9,18 @@ from typing import Final
 
 import torch
 
-from engine.adapters.compatibility import EXCLUDED, AdapterTarget
-from engine.adapters.files.problems import Problems, shown
-from engine.adapters.files.weights_file import value_range
-from engine.adapters.finite_values import check_values
-from engine.adapters.layer_weights import LoRALayerWeights, highest_rank
-from engine.adapters.lora_model import LoadedAdapter, LoRAModel
-from engine.adapters.module_weights import by_module
-from engine.adapters.pairs import TensorPair, check_rank_divisible
-from engine.adapters.targets import check_targets
-from engine.config import DEFAULT_BOUNDS
-from engine.errors import AdapterDoesNotFit
-from engine.layout import (
+from loradock.engine.adapters.compatibility import EXCLUDED, AdapterTarget
+from loradock.engine.adapters.files.problems import Problems, shown
+from loradock.engine.adapters.files.weights_file import value_range
+from loradock.engine.adapters.finite_values import check_values
+from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_rank
+from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
+from loradock.engine.adapters.module_weights import by_module
+from loradock.engine.adapters.pairs import TensorPair, check_rank_divisible
+from loradock.engine.adapters.targets import check_targets
+from loradock.engine.config import DEFAULT_BOUNDS
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.layout import (
     WHOLE,
     ModuleKind,
     ModuleShape,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.errors import AdapterDoesNotFit
-from engine.layout import TOKEN_ID_DIGITS, WHOLE, ModuleKind, Shard
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.layout import TOKEN_ID_DIGITS, WHOLE, ModuleKind, Shard
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from engine.adapters.base_copies import (
+from loradock.engine.adapters.base_copies import (
     Comparison,
     Reader,
     check_same,
@@ -18,30 +18,30 @@ from engine.adapters.base_copies import (
     differing_copies,
     read_more,
 )
-from engine.adapters.compatibility import (
+from loradock.engine.adapters.compatibility import (
     AdapterTarget,
     MatchedTensors,
     check_vocabulary,
     match_tensors,
     target_of,
 )
-from engine.adapters.expert_stacks import MoEEPLoadSpec, expert_stacks, expert_submatrices
-from engine.adapters.files.directory import open_adapter
-from engine.adapters.files.formats import open_weights
-from engine.adapters.files.problems import Problems
-from engine.adapters.files.weights_file import ReadTensors, TensorsInMemory, ValueRange
-from engine.adapters.finite_values import check_values
-from engine.adapters.layer_weights import LoRALayerWeights, highest_rank
-from engine.adapters.lora_request import tensorizer_directory
-from engine.adapters.module_paths import ModulePathResolver, suffixes
-from engine.adapters.output_vectors import ReadBase, fold_vectors
-from engine.adapters.pairs import TensorPair
-from engine.adapters.peft_config import PEFTHelper
-from engine.adapters.weights_mapper import rename_of
-from engine.config import DEFAULT_BOUNDS
-from engine.errors import AdapterDoesNotFit
-from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, token_digits
-from engine.submatrix import WHOLE_TENSOR, Submatrix
+from loradock.engine.adapters.expert_stacks import MoEEPLoadSpec, expert_stacks, expert_submatrices
+from loradock.engine.adapters.files.directory import open_adapter
+from loradock.engine.adapters.files.formats import open_weights
+from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.adapters.files.weights_file import ReadTensors, TensorsInMemory, ValueRange
+from loradock.engine.adapters.finite_values import check_values
+from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_rank
+from loradock.engine.adapters.lora_request import tensorizer_directory
+from loradock.engine.adapters.module_paths import ModulePathResolver, suffixes
+from loradock.engine.adapters.output_vectors import ReadBase, fold_vectors
+from loradock.engine.adapters.pairs import TensorPair
+from loradock.engine.adapters.peft_config import PEFTHelper
+from loradock.engine.adapters.weights_mapper import rename_of
+from loradock.engine.config import DEFAULT_BOUNDS
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, token_digits
+from loradock.engine.submatrix import WHOLE_TENSOR, Submatrix
 
 _lora_ids: Final = count(1)
 

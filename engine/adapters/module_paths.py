@@ -8,9 +8,9 @@ searched for.
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from engine.adapters.weights_mapper import Rename
-from engine.errors import AdapterDoesNotFit
-from engine.models.library.registry import PreTrainedModel
+from loradock.engine.adapters.weights_mapper import Rename
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.models.library.registry import PreTrainedModel
 
 SKIP_PREFIXES: Final = ("mtp.",)
 """Prefixes of layers that a served model does not use: they predict more tokens in training."""

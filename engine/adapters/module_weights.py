@@ -7,21 +7,21 @@ are single modules.
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.expert_tensors import (
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.expert_tensors import (
     PROJECTIONS,
     SINGLE_EXPERT,
     Experts,
     known_experts,
     renamed,
 )
-from engine.adapters.layer_weights import (
+from loradock.engine.adapters.layer_weights import (
     LoRALayerWeights,
     PackedLoRALayerWeights,
     stack_experts,
 )
-from engine.errors import AdapterDoesNotFit
-from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape
 
 K = TypeVar("K")
 

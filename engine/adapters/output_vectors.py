@@ -12,15 +12,15 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.adapters.files.problems import Problems
-from engine.adapters.files.weights_file import Tensors
-from engine.adapters.layer_weights import LoRALayerWeights
-from engine.adapters.module_paths import ModulePathResolver
-from engine.adapters.pairs import TensorPair
-from engine.adapters.peft_config import PEFTHelper
-from engine.adapters.tensor_names import is_within, path_of
-from engine.errors import AdapterDoesNotFit, NotFinite
-from engine.layout import AFFINE_SUFFIX, SAVED_SUFFIX, ModuleKind, ModuleShape
+from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.adapters.files.weights_file import Tensors
+from loradock.engine.adapters.layer_weights import LoRALayerWeights
+from loradock.engine.adapters.module_paths import ModulePathResolver
+from loradock.engine.adapters.pairs import TensorPair
+from loradock.engine.adapters.peft_config import PEFTHelper
+from loradock.engine.adapters.tensor_names import is_within, path_of
+from loradock.engine.errors import AdapterDoesNotFit, NotFinite
+from loradock.engine.layout import AFFINE_SUFFIX, SAVED_SUFFIX, ModuleKind, ModuleShape
 
 MAGNITUDE: Final = "magnitude"
 B_BIAS: Final = "bias in B"

@@ -9,13 +9,13 @@ from typing import Final, NamedTuple
 
 import torch
 
-from engine.adapters.files.problems import Problems
-from engine.adapters.files.weights_file import HasShape, Tensors
-from engine.adapters.peft_config import PEFTHelper
-from engine.adapters.tensor_names import PairNames, WeightNames
-from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, Shard
-from engine.submatrix import WHOLE_TENSOR, Submatrix
+from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.adapters.files.weights_file import HasShape, Tensors
+from loradock.engine.adapters.peft_config import PEFTHelper
+from loradock.engine.adapters.tensor_names import PairNames, WeightNames
+from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
+from loradock.engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, Shard
+from loradock.engine.submatrix import WHOLE_TENSOR, Submatrix
 
 _SCALING_MAX: Final = 3.0e38
 _SCALING_MIN: Final = 1.2e-38

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from engine.adapters.bounded_regex import PatternRefused, PatternTable
-from engine.adapters.files.bounded_json import decode_object
-from engine.adapters.files.directory import open_adapter
-from engine.adapters.files.problems import Problems, shown
-from engine.adapters.lora_request import tensorizer_directory
-from engine.config import DEFAULT_BOUNDS, LORA_RANKS, AdapterBounds, LoRAConfig
-from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
+from loradock.engine.adapters.bounded_regex import PatternRefused, PatternTable
+from loradock.engine.adapters.files.bounded_json import decode_object
+from loradock.engine.adapters.files.directory import open_adapter
+from loradock.engine.adapters.files.problems import Problems, shown
+from loradock.engine.adapters.lora_request import tensorizer_directory
+from loradock.engine.config import DEFAULT_BOUNDS, LORA_RANKS, AdapterBounds, LoRAConfig
+from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 
 T = TypeVar("T")
 

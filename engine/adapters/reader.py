@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engine.adapters.base_copies import comparisons_of
-from engine.adapters.checked_files import CheckedFiles
-from engine.adapters.compatibility import (
+from loradock.engine.adapters.base_copies import comparisons_of
+from loradock.engine.adapters.checked_files import CheckedFiles
+from loradock.engine.adapters.compatibility import (
     AdapterTarget,
     check_expert_format,
     check_names,
     match_tensors,
 )
-from engine.adapters.files.directory import AdapterFiles, open_adapter
-from engine.adapters.files.formats import open_weights
-from engine.adapters.files.problems import Problems, shown
-from engine.adapters.finite_values import check_values
-from engine.adapters.lora_model import LoadedAdapter, LoRAModel, settle
-from engine.adapters.peft_config import PEFTHelper, decode_config
-from engine.adapters.tensor_names import sort_names
-from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.errors import AdapterNotFound, EngineError, bounded_details
-from engine.layout import blob_bytes
+from loradock.engine.adapters.files.directory import AdapterFiles, open_adapter
+from loradock.engine.adapters.files.formats import open_weights
+from loradock.engine.adapters.files.problems import Problems, shown
+from loradock.engine.adapters.finite_values import check_values
+from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel, settle
+from loradock.engine.adapters.peft_config import PEFTHelper, decode_config
+from loradock.engine.adapters.tensor_names import sort_names
+from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
+from loradock.engine.errors import AdapterNotFound, EngineError, bounded_details
+from loradock.engine.layout import blob_bytes
 
 
 def read_adapter(  # noqa: PLR0913 - each is needed for reading

@@ -12,9 +12,9 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from engine.adapters.files.directory import AdapterFiles, OpenFile
-from engine.adapters.files.problems import listed, shown
-from engine.errors import EngineError
+from loradock.engine.adapters.files.directory import AdapterFiles, OpenFile
+from loradock.engine.adapters.files.problems import listed, shown
+from loradock.engine.errors import EngineError
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 OLD_FILES: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from engine.adapters.files.problems import Problems, shown
-from engine.adapters.module_paths import suffixes
-from engine.adapters.peft_config import PEFTHelper
-from engine.errors import AdapterDoesNotFit, bounded_details
-from engine.layout import ModuleKind, ModuleShape
+from loradock.engine.adapters.files.problems import Problems, shown
+from loradock.engine.adapters.module_paths import suffixes
+from loradock.engine.adapters.peft_config import PEFTHelper
+from loradock.engine.errors import AdapterDoesNotFit, bounded_details
+from loradock.engine.layout import ModuleKind, ModuleShape
 
 _NAMES_MAX: Final = 4
 """The most modules of a layer, and runs of layers, that one warning lists."""

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from engine.adapters.module_paths import ModulePathResolver
-from engine.layout import ModuleKind
+from loradock.engine.adapters.module_paths import ModulePathResolver
+from loradock.engine.layout import ModuleKind
 
 PREFIX: Final = "base_model.model."
 """The prefix that PEFT writes before every path, and that some tools omit."""

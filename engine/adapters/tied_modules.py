@@ -8,13 +8,13 @@ the config has other tokens for the head.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from engine.adapters.files.problems import Problems, shown
-from engine.adapters.files.weights_file import Tensors
-from engine.adapters.pairs import TensorPair
-from engine.adapters.peft_config import PEFTHelper
-from engine.adapters.tensor_names import PairNames
-from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.layout import SAVED_SUFFIX, TOKENS_SUFFIX, ModuleKind, ModuleShape
+from loradock.engine.adapters.files.problems import Problems, shown
+from loradock.engine.adapters.files.weights_file import Tensors
+from loradock.engine.adapters.pairs import TensorPair
+from loradock.engine.adapters.peft_config import PEFTHelper
+from loradock.engine.adapters.tensor_names import PairNames
+from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
+from loradock.engine.layout import SAVED_SUFFIX, TOKENS_SUFFIX, ModuleKind, ModuleShape
 
 _TIED_NAMES: Final = ("embed_tokens", "lm_head")
 """The names in `modules_to_save` for which PEFT follows `ensure_weight_tying`."""

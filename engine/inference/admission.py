@@ -6,11 +6,11 @@ A refused request leaves no trace. An admitted one has an id unique among runnin
 from collections.abc import Callable, Container, Sequence
 from typing import Final
 
-from engine.errors import Conflict, EngineOverloaded, NotResident
-from engine.punica.mapping import BASE
-from engine.residency.arena import Arena
-from messages.commands import StartInference
-from messages.ids import NO_SLOT, AdapterId, RequestId
+from loradock.engine.errors import Conflict, EngineOverloaded, NotResident
+from loradock.engine.punica.mapping import BASE
+from loradock.engine.residency.arena import Arena
+from loradock.messages.commands import StartInference
+from loradock.messages.ids import NO_SLOT, AdapterId, RequestId
 
 
 class SlotTable:

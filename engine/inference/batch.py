@@ -1,18 +1,18 @@
 """The interface between the scheduler and the sequences that are computed together.
 
 A batch decides what a forward pass consists of and owns its sequences' keys and values. There are
-two: over a padded cache (`engine.inference.padded_batch`) and over blocks of tokens
-(`engine.inference.paged_batch`). The scheduler decides which sequences run, and reports tokens.
+two: over a padded cache (`loradock.engine.inference.padded_batch`) and over blocks of tokens
+(`engine/inference/paged_batch.py`). The scheduler decides which sequences run, and reports tokens.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from engine.errors import EngineError
-from engine.inference.queues.priority_queue import PriorityQueue
-from engine.inference.sequence import Sequence
-from engine.inference.step_budget import StepBudget
-from messages.views import KVLayout
+from loradock.engine.errors import EngineError
+from loradock.engine.inference.queues.priority_queue import PriorityQueue
+from loradock.engine.inference.sequence import Sequence
+from loradock.engine.inference.step_budget import StepBudget
+from loradock.messages.views import KVLayout
 
 
 class ForwardError(Exception):

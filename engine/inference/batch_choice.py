@@ -6,19 +6,19 @@ from typing import Final
 import structlog
 import torch
 
-from engine.config import EngineConfig
-from engine.inference.admission import SlotTable
-from engine.inference.batch import BatchEvents, SequenceBatch
-from engine.inference.decoding.decode_probe import ProbeMapper
-from engine.inference.forward_runner import ForwardRunner
-from engine.inference.padded_batch import PaddedBatch
-from engine.inference.paged_batch import PagedBatch
-from engine.inference.step_budget import StepBudget, choose_budget
-from engine.models.causal_model import CausalModel
-from engine.paging.block_pool import BLOCK_TOKENS
-from engine.paging.block_table import blocks_around, blocks_of
-from engine.paging.flat_model import FlatModel, FlatRefused, try_flat
-from engine.punica.wrapper import PunicaWrapper
+from loradock.engine.config import EngineConfig
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.inference.batch import BatchEvents, SequenceBatch
+from loradock.engine.inference.decoding.decode_probe import ProbeMapper
+from loradock.engine.inference.forward_runner import ForwardRunner
+from loradock.engine.inference.padded_batch import PaddedBatch
+from loradock.engine.inference.paged_batch import PagedBatch
+from loradock.engine.inference.step_budget import StepBudget, choose_budget
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.paging.block_pool import BLOCK_TOKENS
+from loradock.engine.paging.block_table import blocks_around, blocks_of
+from loradock.engine.paging.flat_model import FlatModel, FlatRefused, try_flat
+from loradock.engine.punica.wrapper import PunicaWrapper
 
 _log = structlog.get_logger()
 

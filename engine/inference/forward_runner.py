@@ -6,22 +6,22 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.errors import (
+from loradock.engine.errors import (
     MODEL_CODE_ERRORS,
     DeviceOutOfMemory,
     EngineError,
     RequestRefused,
     is_out_of_memory,
 )
-from engine.inference.admission import SlotTable
-from engine.inference.batch import ForwardError
-from engine.inference.sequence import Sequence as Generation
-from engine.models.causal_model import CausalModel
-from engine.models.vision.image_inputs import ImageInputs
-from engine.punica.mapping import LoRAMapping
-from engine.punica.wrapper import PunicaWrapper
-from engine.sampling.logprobs import PROMPT_LOGITS_BYTES_MAX, PromptChunk, score_prompts
-from engine.sampling.sampler import NOT_FINITE, sample
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.inference.batch import ForwardError
+from loradock.engine.inference.sequence import Sequence as Generation
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.vision.image_inputs import ImageInputs
+from loradock.engine.punica.mapping import LoRAMapping
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.engine.sampling.logprobs import PROMPT_LOGITS_BYTES_MAX, PromptChunk, score_prompts
+from loradock.engine.sampling.sampler import NOT_FINITE, sample
 
 
 class ForwardRunner:

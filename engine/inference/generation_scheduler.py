@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave the running batch between two forward passes.
 
 A step is one decode step of all running sequences and one chunk of waiting prompts, within a budget
-of tokens. Waiting adapters of one priority take turns (`engine.inference.queues`). A running
+of tokens. Waiting adapters of one priority take turns (`engine/inference/queues/`). A running
 sequence may be preempted: it waits again, and its KV cache is computed again from its tokens.
 
 Before every forward pass each sequence's (slot, generation) is checked against the arena; a stale
@@ -13,23 +13,23 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Final
 
-from engine.config import EngineConfig
-from engine.errors import NotResident
-from engine.inference.admission import SlotTable, check_admission
-from engine.inference.batch import ForwardError, KVUse, Waiting
-from engine.inference.batch_choice import choose_batch
-from engine.inference.generations import Generations, SuspendedGenerations
-from engine.inference.prompt_prefetch import PromptPrefetcher
-from engine.inference.prompt_reader import PromptReader
-from engine.inference.queues.priority_queue import PriorityQueue
-from engine.inference.sequence import Sequence
-from engine.jobs import Jobs
-from engine.models.causal_model import CausalModel
-from engine.punica.wrapper import PunicaWrapper
-from messages.commands import ResumeGeneration, StartGeneration
-from messages.errors import ErrorCode
-from messages.ids import OpId, RequestId, Slot
-from messages.reports import Report
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import NotResident
+from loradock.engine.inference.admission import SlotTable, check_admission
+from loradock.engine.inference.batch import ForwardError, KVUse, Waiting
+from loradock.engine.inference.batch_choice import choose_batch
+from loradock.engine.inference.generations import Generations, SuspendedGenerations
+from loradock.engine.inference.prompt_prefetch import PromptPrefetcher
+from loradock.engine.inference.prompt_reader import PromptReader
+from loradock.engine.inference.queues.priority_queue import PriorityQueue
+from loradock.engine.inference.sequence import Sequence
+from loradock.engine.jobs import Jobs
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.messages.commands import ResumeGeneration, StartGeneration
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import OpId, RequestId, Slot
+from loradock.messages.reports import Report
 
 PREEMPT_AFTER_STEPS: Final = 32
 """A waiting adapter with fewer running sequences than another one waits at most this many steps."""

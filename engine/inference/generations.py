@@ -8,17 +8,17 @@ while memory allows, their keys and values, until their adapter is in a slot aga
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from engine.errors import NotFinite, RequestRefused, code_of
-from engine.inference.batch import SequenceBatch
-from engine.inference.output_cache import OutputCache
-from engine.inference.queues.priority_queue import PriorityQueue
-from engine.inference.sequence import PreparedPrompt, Sequence
-from engine.models.causal_model import CausalModel
-from engine.sampling.sampler import NOT_FINITE, NOT_STRUCTURED
-from messages.commands import ResumeGeneration, StartGeneration
-from messages.ids import OpId, RequestId, Slot
-from messages.reports import GenerationEnded, OperationFailed, Report
-from messages.views import FinishReason
+from loradock.engine.errors import NotFinite, RequestRefused, code_of
+from loradock.engine.inference.batch import SequenceBatch
+from loradock.engine.inference.output_cache import OutputCache
+from loradock.engine.inference.queues.priority_queue import PriorityQueue
+from loradock.engine.inference.sequence import PreparedPrompt, Sequence
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.sampling.sampler import NOT_FINITE, NOT_STRUCTURED
+from loradock.messages.commands import ResumeGeneration, StartGeneration
+from loradock.messages.ids import OpId, RequestId, Slot
+from loradock.messages.reports import GenerationEnded, OperationFailed, Report
+from loradock.messages.views import FinishReason
 
 
 class Generation:

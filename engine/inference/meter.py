@@ -4,10 +4,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Set
 
-from messages.ids import OpId, RequestId
-from messages.reports import GenerationEnded, OperationFailed, PoolingEnded, Report
-from messages.requests import TokensStreamed
-from messages.views import (
+from loradock.messages.ids import OpId, RequestId
+from loradock.messages.reports import GenerationEnded, OperationFailed, PoolingEnded, Report
+from loradock.messages.requests import TokensStreamed
+from loradock.messages.views import (
     DURATION_BOUNDS_S,
     PREEMPTION_BOUNDS,
     TOKEN_BOUNDS,

@@ -5,9 +5,9 @@ The cache is bounded in outputs and bytes, and the oldest output is evicted firs
 
 from typing import Final
 
-from messages.ids import RequestId
-from messages.reports import PrivateReport
-from messages.requests import TokensStreamed
+from loradock.messages.ids import RequestId
+from loradock.messages.reports import PrivateReport
+from loradock.messages.requests import TokensStreamed
 
 OUTPUTS_MAX: Final = 256
 """The most outputs in the cache."""

@@ -12,16 +12,16 @@ from typing import Final
 
 import torch
 
-from engine.config import EngineConfig
-from engine.inference.batch import BatchEvents, ForwardError, KVUse, Waiting
-from engine.inference.decoding.decode_probe import choose_decode
-from engine.inference.forward_runner import ForwardRunner
-from engine.inference.prefill import PrefillBatch, may_join
-from engine.inference.sequence import Sequence
-from engine.inference.step_budget import TOKENS_MAX, StepBudget
-from engine.models.caches.row_cache import RowCache
-from engine.punica.mapping import BASE, LoRAMapping
-from engine.punica.wrapper import PunicaWrapper
+from loradock.engine.config import EngineConfig
+from loradock.engine.inference.batch import BatchEvents, ForwardError, KVUse, Waiting
+from loradock.engine.inference.decoding.decode_probe import choose_decode
+from loradock.engine.inference.forward_runner import ForwardRunner
+from loradock.engine.inference.prefill import PrefillBatch, may_join
+from loradock.engine.inference.sequence import Sequence
+from loradock.engine.inference.step_budget import TOKENS_MAX, StepBudget
+from loradock.engine.models.caches.row_cache import RowCache
+from loradock.engine.punica.mapping import BASE, LoRAMapping
+from loradock.engine.punica.wrapper import PunicaWrapper
 
 PREFILL_TOKENS_MAX: Final = 8192
 """The most prompt tokens, padding included, prefilled together; a longer prompt runs alone."""

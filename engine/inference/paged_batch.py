@@ -19,18 +19,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.inference.batch import BatchEvents, ForwardError, KVUse, Waiting
-from engine.inference.forward_runner import ForwardRunner, adapter_rows
-from engine.inference.paged_row import PagedRow, SuspendedRows
-from engine.inference.sequence import Sequence
-from engine.inference.step_budget import StepBudget
-from engine.models.kv_cache import BatchKVCache
-from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, Prefix
-from engine.paging.block_table import BlockTable, root_key
-from engine.paging.flat_model import FlatModel
-from engine.paging.paged_cache import FlatRow
-from engine.punica.mapping import LoRAMapping
-from engine.sampling.logprobs import PromptChunk
+from loradock.engine.inference.batch import BatchEvents, ForwardError, KVUse, Waiting
+from loradock.engine.inference.forward_runner import ForwardRunner, adapter_rows
+from loradock.engine.inference.paged_row import PagedRow, SuspendedRows
+from loradock.engine.inference.sequence import Sequence
+from loradock.engine.inference.step_budget import StepBudget
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.paging.block_pool import BLOCK_TOKENS, BlockPool, Prefix
+from loradock.engine.paging.block_table import BlockTable, root_key
+from loradock.engine.paging.flat_model import FlatModel
+from loradock.engine.paging.paged_cache import FlatRow
+from loradock.engine.punica.mapping import LoRAMapping
+from loradock.engine.sampling.logprobs import PromptChunk
 
 
 class PagedBatch:

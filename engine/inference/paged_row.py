@@ -7,10 +7,10 @@ that it may need, regardless of what is suspended.
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from engine.inference.sequence import Sequence
-from engine.paging.block_pool import BLOCK_TOKENS, NoFreeBlocks, Prefix
-from engine.paging.block_table import BlockTable, blocks_of
-from engine.paging.paged_cache import FlatRow, PagedKVCache, RowStates
+from loradock.engine.inference.sequence import Sequence
+from loradock.engine.paging.block_pool import BLOCK_TOKENS, NoFreeBlocks, Prefix
+from loradock.engine.paging.block_table import BlockTable, blocks_of
+from loradock.engine.paging.paged_cache import FlatRow, PagedKVCache, RowStates
 
 
 class PagedRow:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from messages.commands import StartPooling
-from messages.requests import VectorsStreamed
+from loradock.messages.commands import StartPooling
+from loradock.messages.requests import VectorsStreamed
 
 
 class TokenizedText(NamedTuple):

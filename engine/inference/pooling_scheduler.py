@@ -11,8 +11,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.errors import (
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import (
     DeviceOutOfMemory,
     EngineError,
     EngineOverloaded,
@@ -21,18 +21,18 @@ from engine.errors import (
     NotServed,
     RequestRefused,
 )
-from engine.inference.admission import SlotTable, check_admission
-from engine.inference.batch import KVUse
-from engine.inference.output_cache import OutputCache
-from engine.inference.pooling_request import PoolingRequest, TokenizedText
-from engine.models.pooling_model import PoolingModel
-from engine.models.tokenization import prompt_tokens
-from engine.punica.mapping import BASE
-from engine.punica.wrapper import PunicaWrapper
-from messages.commands import ResumeGeneration, StartPooling
-from messages.ids import OpId, RequestId, Slot
-from messages.prompts import TextPrompt, Truncation
-from messages.reports import OperationFailed, PoolingEnded, Report
+from loradock.engine.inference.admission import SlotTable, check_admission
+from loradock.engine.inference.batch import KVUse
+from loradock.engine.inference.output_cache import OutputCache
+from loradock.engine.inference.pooling_request import PoolingRequest, TokenizedText
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.models.tokenization import prompt_tokens
+from loradock.engine.punica.mapping import BASE
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.messages.commands import ResumeGeneration, StartPooling
+from loradock.messages.ids import OpId, RequestId, Slot
+from loradock.messages.prompts import TextPrompt, Truncation
+from loradock.messages.reports import OperationFailed, PoolingEnded, Report
 
 BATCH_TOKENS_MAX: Final = 8192
 """The most tokens, padding included, in one forward pass; a longer text runs alone."""

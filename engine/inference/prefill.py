@@ -11,12 +11,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.inference.sequence import Sequence
-from engine.models.kv_cache import BatchKVCache
-from engine.models.trials.probe import MakeCache
-from engine.models.vision.image_inputs import ImageInputs, position_offsets
-from engine.punica.mapping import LoRAMapping
-from engine.sampling.logprobs import PromptChunk
+from loradock.engine.inference.sequence import Sequence
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.trials.probe import MakeCache
+from loradock.engine.models.vision.image_inputs import ImageInputs, position_offsets
+from loradock.engine.punica.mapping import LoRAMapping
+from loradock.engine.sampling.logprobs import PromptChunk
 
 WIDTH_PADDED_MAX: Final = 32
 """Prompts up to this length are prefilled together however different they are."""

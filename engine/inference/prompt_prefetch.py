@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from engine.inference.sequence import PreparedPrompt, Sequence
-from engine.jobs import Jobs
-from messages.ids import OpId
+from loradock.engine.inference.sequence import PreparedPrompt, Sequence
+from loradock.engine.jobs import Jobs
+from loradock.messages.ids import OpId
 
 PREFETCHED_MAX: Final = 8
 """The most prompts that are processed, or being processed, and not yet in the batch."""

@@ -6,14 +6,14 @@ from typing import Final, NamedTuple
 
 import torch
 
-from engine.errors import RequestRefused
-from engine.inference.sequence import PreparedPrompt
-from engine.models.causal_model import CausalModel
-from engine.models.image_processor import ProcessedPrompt
-from engine.models.tokenization import check_text, prompt_tokens
-from engine.sampling.logprobs import WHOLE_LOGITS_BYTES_MAX
-from engine.sampling.structure import StructureCompiler
-from messages.prompts import IllustratedPrompt, Prompt, Sampling
+from loradock.engine.errors import RequestRefused
+from loradock.engine.inference.sequence import PreparedPrompt
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_processor import ProcessedPrompt
+from loradock.engine.models.tokenization import check_text, prompt_tokens
+from loradock.engine.sampling.logprobs import WHOLE_LOGITS_BYTES_MAX
+from loradock.engine.sampling.structure import StructureCompiler
+from loradock.messages.prompts import IllustratedPrompt, Prompt, Sampling
 
 INLINE_TEXT_MAX: Final = 4096
 """Longer texts, in characters, are tokenized by a job, because the main loop would stand still."""

@@ -6,19 +6,19 @@ One engine has one task. A request for another task is refused (L016) before it 
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from engine.config import EngineConfig
-from engine.errors import NotServed
-from engine.inference.admission import SlotTable
-from engine.inference.batch import KVUse
-from engine.inference.generation_scheduler import GenerationScheduler
-from engine.inference.pooling_scheduler import PoolingScheduler
-from engine.jobs import Jobs
-from engine.models.causal_model import CausalModel
-from engine.models.pooling_model import PoolingModel
-from engine.punica.wrapper import PunicaWrapper
-from messages.commands import ResumeGeneration, StartGeneration, StartInference
-from messages.ids import OpId, RequestId, Slot
-from messages.reports import Report
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import NotServed
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.inference.batch import KVUse
+from loradock.engine.inference.generation_scheduler import GenerationScheduler
+from loradock.engine.inference.pooling_scheduler import PoolingScheduler
+from loradock.engine.jobs import Jobs
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.messages.commands import ResumeGeneration, StartGeneration, StartInference
+from loradock.messages.ids import OpId, RequestId, Slot
+from loradock.messages.reports import Report
 
 
 class Scheduler(Protocol):

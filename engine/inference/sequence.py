@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from engine.inference.detokenizer import Detokenizer, StopFilter
-from engine.models.causal_model import CausalModel
-from engine.models.image_processor import ProcessedPrompt
-from engine.models.vision.image_inputs import ImageInputs
-from engine.sampling.logprobs import PromptLogprobs
-from engine.sampling.sampler import Sampler
-from engine.sampling.structure import Guide
-from messages.commands import StartGeneration
-from messages.ids import OpId, Slot
-from messages.prompts import MAX_TOKENS_DEFAULT
-from messages.requests import TokensStreamed
-from messages.views import FinishReason, TokenLogprob
+from loradock.engine.inference.detokenizer import Detokenizer, StopFilter
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_processor import ProcessedPrompt
+from loradock.engine.models.vision.image_inputs import ImageInputs
+from loradock.engine.sampling.logprobs import PromptLogprobs
+from loradock.engine.sampling.sampler import Sampler
+from loradock.engine.sampling.structure import Guide
+from loradock.messages.commands import StartGeneration
+from loradock.messages.ids import OpId, Slot
+from loradock.messages.prompts import MAX_TOKENS_DEFAULT
+from loradock.messages.requests import TokensStreamed
+from loradock.messages.views import FinishReason, TokenLogprob
 
 
 class PreparedPrompt(NamedTuple):

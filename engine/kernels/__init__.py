@@ -6,9 +6,9 @@ Every implementation of an operation has the reference's signature and passes it
 from collections.abc import Callable
 from typing import Final
 
-from engine.kernels.cpu import cpu_kernels
-from engine.kernels.cpu.base_linear import fastest_linear, fastest_ways
-from engine.kernels.cpu.calibration import (
+from loradock.engine.kernels.cpu import cpu_kernels
+from loradock.engine.kernels.cpu.base_linear import fastest_linear, fastest_ways
+from loradock.engine.kernels.cpu.calibration import (
     CALIBRATED_BYTES_MIN,
     Calibration,
     calibration,
@@ -16,9 +16,9 @@ from engine.kernels.cpu.calibration import (
     encode_calibration,
     faster_dtype,
 )
-from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
-from engine.kernels.interface import Kernels
-from engine.kernels.reference import reference_kernels
+from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
+from loradock.engine.kernels.interface import Kernels
+from loradock.engine.kernels.reference import reference_kernels
 
 __all__ = [
     "CALIBRATED_BYTES_MIN",
@@ -38,7 +38,7 @@ __all__ = [
 
 def triton_kernels(batch_invariant: bool) -> Kernels:
     """Create the Triton kernels; Triton is imported here because it may not be installed."""
-    from engine.kernels.gpu.operations import triton_kernels as make  # noqa: PLC0415
+    from loradock.engine.kernels.gpu.operations import triton_kernels as make  # noqa: PLC0415
 
     return make(batch_invariant)
 

@@ -1,4 +1,4 @@
-"""`python -m engine.kernels.calibrate`: measure this machine now, store and print the constants.
+"""`python -m loradock.engine.kernels.calibrate`: measure this machine, store and print constants.
 
 It prints one JSON document: what was measured, where it is stored, and what `--dtype auto` chooses.
 """
@@ -9,10 +9,16 @@ from typing import Any, Final
 
 import torch
 
-from engine.kernels.cpu import base_linear
-from engine.kernels.cpu.base_linear import WAYS, WayTimes, fastest_ways
-from engine.kernels.cpu.calibration import Calibration, faster_dtype, measure, store, stored_at
-from engine.kernels.cpu.costs import ROWS
+from loradock.engine.kernels.cpu import base_linear
+from loradock.engine.kernels.cpu.base_linear import WAYS, WayTimes, fastest_ways
+from loradock.engine.kernels.cpu.calibration import (
+    Calibration,
+    faster_dtype,
+    measure,
+    store,
+    stored_at,
+)
+from loradock.engine.kernels.cpu.costs import ROWS
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.expert_groups import ExpertGroups
-from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
-from engine.layout import ModuleKind
+from loradock.engine.kernels.expert_groups import ExpertGroups
+from loradock.engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
+from loradock.engine.layout import ModuleKind
 
 
 def check_linear(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:

@@ -5,7 +5,7 @@ The host's and the device's tables are written together, so both always have the
 
 import torch
 
-from engine.layout import ABSENT
+from loradock.engine.layout import ABSENT
 
 
 class SlotDirectory:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import GroupBounds, Groups
+from loradock.engine.kernels.operands import GroupBounds, Groups
 
 NO_GROUP: Final = 1 << 62
 """The key of pairs without an adapter on this rank: base rows, and experts of other ranks."""

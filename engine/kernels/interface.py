@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.kernels.expert_groups import ExpertGroups
-from engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.kernels.expert_groups import ExpertGroups
+from loradock.engine.kernels.operands import Groups, LoRASlices
 
 ShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
 """(y, x, slices, groups, scale)."""

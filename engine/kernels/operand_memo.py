@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.kernels.operands import Groups, LoRASlices
 
 Value = TypeVar("Value")
 

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.directory import SlotDirectory
-from engine.layout import ModuleKind, ModuleShape, aligned_elements
+from loradock.engine.kernels.directory import SlotDirectory
+from loradock.engine.layout import ModuleKind, ModuleShape, aligned_elements
 
 
 class LoRAPair(NamedTuple):

@@ -10,41 +10,44 @@ from typing import Final, NamedTuple
 
 from torch import nn
 
-from engine.layers.base import BaseLayerWithLoRA, SliceShape
-from engine.layers.classifier import ClassificationHeadWithLoRA
-from engine.layers.column import (
+from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
+from loradock.engine.layers.classifier import ClassificationHeadWithLoRA
+from loradock.engine.layers.column import (
     ColumnParallelLinearWithLoRA,
     ColumnParallelLinearWithShardedLoRA,
 )
-from engine.layers.convolution import CONVOLUTIONS, ConvolutionWithLoRA
-from engine.layers.embedding import VocabParallelEmbeddingWithLoRA
-from engine.layers.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
-from engine.layers.fully_sharded_experts import FusedMoE3DWithShardedLoRA, FusedMoEWithShardedLoRA
-from engine.layers.logits import LogitsProcessorWithLoRA
-from engine.layers.merged import (
+from loradock.engine.layers.convolution import CONVOLUTIONS, ConvolutionWithLoRA
+from loradock.engine.layers.embedding import VocabParallelEmbeddingWithLoRA
+from loradock.engine.layers.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from loradock.engine.layers.fully_sharded_experts import (
+    FusedMoE3DWithShardedLoRA,
+    FusedMoEWithShardedLoRA,
+)
+from loradock.engine.layers.logits import LogitsProcessorWithLoRA
+from loradock.engine.layers.merged import (
     MergedColumnParallelLinearVariableSliceWithLoRA,
     MergedColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithShardedLoRA,
 )
-from engine.layers.missing import PPMissingLayer
-from engine.layers.packed import MergedColumnParallelLinear, QKVParallelLinear
-from engine.layers.qkv import (
+from loradock.engine.layers.missing import PPMissingLayer
+from loradock.engine.layers.packed import MergedColumnParallelLinear, QKVParallelLinear
+from loradock.engine.layers.qkv import (
     MergedQKVParallelLinearWithLoRA,
     MergedQKVParallelLinearWithShardedLoRA,
     QKVParallelLinearWithLoRA,
     QKVParallelLinearWithShardedLoRA,
 )
-from engine.layers.replicated import ReplicatedLinearWithLoRA
-from engine.layers.router import RouterWithLoRA
-from engine.layers.row import RowParallelLinearWithLoRA, RowParallelLinearWithShardedLoRA
-from engine.layers.tensor_parallel import (
+from loradock.engine.layers.replicated import ReplicatedLinearWithLoRA
+from loradock.engine.layers.router import RouterWithLoRA
+from loradock.engine.layers.row import RowParallelLinearWithLoRA, RowParallelLinearWithShardedLoRA
+from loradock.engine.layers.tensor_parallel import (
     ColumnParallelLinear,
     ParallelHead,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from engine.models.library.registry import Conv1D
-from engine.punica.mapping import LoRAMapping, LoRAMappingType
+from loradock.engine.models.library.registry import Conv1D
+from loradock.engine.punica.mapping import LoRAMapping, LoRAMappingType
 
 __all__ = [
     "CONVOLUTION_WRAPPERS",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from engine.errors import NotFinite
-from engine.kernels.operands import LoRASlices, RowOrder
-from engine.layers.saved import SavedWeights, TokenRows
-from engine.layout import (
+from loradock.engine.errors import NotFinite
+from loradock.engine.kernels.operands import LoRASlices, RowOrder
+from loradock.engine.layers.saved import SavedWeights, TokenRows
+from loradock.engine.layout import (
     AFFINE_SUFFIX,
     SAVED_SUFFIX,
     TOKENS_SUFFIX,
@@ -24,9 +24,9 @@ from engine.layout import (
     Shard,
     directory_columns,
 )
-from engine.parallel import SINGLE, ParallelGroup
-from engine.punica.wrapper import PunicaWrapper
-from engine.residency.arena import Arena
+from loradock.engine.parallel import SINGLE, ParallelGroup
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.engine.residency.arena import Arena
 
 SliceTensors = Sequence[Tensor | None]
 """One tensor per slice; None for a slice that an adapter lacks."""

@@ -6,11 +6,11 @@ was fine-tuned in place, bit by bit.
 
 from torch import Tensor, nn
 
-from engine.layers.base import SliceShape
-from engine.layers.replicated import ReplicatedLinearWithLoRA
-from engine.layers.saved import SavedWeights
-from engine.layout import ModuleKind
-from engine.residency.arena import Arena
+from loradock.engine.layers.base import SliceShape
+from loradock.engine.layers.replicated import ReplicatedLinearWithLoRA
+from loradock.engine.layers.saved import SavedWeights
+from loradock.engine.layout import ModuleKind
+from loradock.engine.residency.arena import Arena
 
 
 class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):

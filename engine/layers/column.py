@@ -5,11 +5,11 @@ B is split as the base layer's weight is, so a delta belongs to the columns that
 
 from torch import Tensor, nn
 
-from engine.layers.base import BaseLayerWithLoRA, SliceShape
-from engine.layers.fully_sharded import ColumnShardedLoRA
-from engine.layers.tensor_parallel import ColumnParallelLinear
-from engine.layout import Shard
-from engine.parallel import ParallelGroup
+from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
+from loradock.engine.layers.fully_sharded import ColumnShardedLoRA
+from loradock.engine.layers.tensor_parallel import ColumnParallelLinear
+from loradock.engine.layout import Shard
+from loradock.engine.parallel import ParallelGroup
 
 
 class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):

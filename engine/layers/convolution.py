@@ -11,7 +11,7 @@ from typing import Final
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from engine.layers.base import BaseLayerWithLoRA, SliceShape, SliceTensors, slice_tensors
+from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape, SliceTensors, slice_tensors
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 

@@ -8,9 +8,9 @@ is looked up and scaled in the same way.
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from engine.layers.base import BaseLayerWithLoRA, SliceShape
-from engine.layers.tensor_parallel import VocabParallelEmbedding
-from engine.layout import ModuleKind
+from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
+from loradock.engine.layers.tensor_parallel import VocabParallelEmbedding
+from loradock.engine.layout import ModuleKind
 
 
 class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):

@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.errors import MODEL_CODE_ERRORS
-from engine.kernels.expert_groups import RoutedPairs, sort_by_expert
-from engine.kernels.grouped_matmul import grouped_matmul
+from loradock.engine.errors import MODEL_CODE_ERRORS
+from loradock.engine.kernels.expert_groups import RoutedPairs, sort_by_expert
+from loradock.engine.kernels.grouped_matmul import grouped_matmul
 
 FLAGS: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """The attributes of every supported experts module."""

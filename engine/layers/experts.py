@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from engine.kernels.expert_groups import ExpertGroups, RoutedPairs
-from engine.kernels.operands import LoRASlices
-from engine.layers.base import (
+from loradock.engine.kernels.expert_groups import ExpertGroups, RoutedPairs
+from loradock.engine.kernels.operands import LoRASlices
+from loradock.engine.layers.base import (
     BaseLayerWithLoRA,
     SliceShape,
     SliceTensors,
@@ -20,12 +20,12 @@ from engine.layers.base import (
     slice_tensors,
     slices_of,
 )
-from engine.layers.expert_layout import AddDelta, ExpertLayout, ExpertsInput, layout_of
-from engine.layers.parallel_experts import ParallelExperts
-from engine.layout import WHOLE, ModuleKind, ModuleShape, ParameterRows, Shard
-from engine.parallel import SINGLE, ParallelGroup
-from engine.punica.wrapper import PunicaWrapper, ShrinkExpand
-from engine.residency.arena import Arena
+from loradock.engine.layers.expert_layout import AddDelta, ExpertLayout, ExpertsInput, layout_of
+from loradock.engine.layers.parallel_experts import ParallelExperts
+from loradock.engine.layout import WHOLE, ModuleKind, ModuleShape, ParameterRows, Shard
+from loradock.engine.parallel import SINGLE, ParallelGroup
+from loradock.engine.punica.wrapper import PunicaWrapper, ShrinkExpand
+from loradock.engine.residency.arena import Arena
 
 
 class ExpertsDelta:

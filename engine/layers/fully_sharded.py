@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.kernels.operands import LoRASlices
-from engine.layers.base import BaseLayerWithLoRA, SliceShape, slices_of
-from engine.layers.tensor_parallel import RowParallelLinear
-from engine.parallel import ParallelGroup
-from engine.punica.wrapper import ShrinkExpand
-from engine.residency.arena import Arena
+from loradock.engine.kernels.operands import LoRASlices
+from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape, slices_of
+from loradock.engine.layers.tensor_parallel import RowParallelLinear
+from loradock.engine.parallel import ParallelGroup
+from loradock.engine.punica.wrapper import ShrinkExpand
+from loradock.engine.residency.arena import Arena
 
 
 def with_striped_a(shape: SliceShape, group: ParallelGroup) -> SliceShape:

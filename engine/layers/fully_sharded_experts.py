@@ -11,18 +11,22 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from engine.kernels.operands import LoRASlices
-from engine.layers.base import SliceShape
-from engine.layers.experts import (
+from loradock.engine.kernels.operands import LoRASlices
+from loradock.engine.layers.base import SliceShape
+from loradock.engine.layers.experts import (
     ExchangedExpertsDelta,
     ExpertsDeltas,
     ExpertsWithLoRA,
     FusedMoE3DWithLoRA,
     FusedMoEWithLoRA,
 )
-from engine.layers.fully_sharded import gather_striped, striped_shrink_expand, with_striped_a
-from engine.layers.parallel_experts import ParallelExperts
-from engine.punica.wrapper import ShrinkExpand
+from loradock.engine.layers.fully_sharded import (
+    gather_striped,
+    striped_shrink_expand,
+    with_striped_a,
+)
+from loradock.engine.layers.parallel_experts import ParallelExperts
+from loradock.engine.punica.wrapper import ShrinkExpand
 
 
 class ShardedExperts(ExpertsWithLoRA):

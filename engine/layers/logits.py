@@ -6,9 +6,9 @@ its token where it computes all. The vocabulary may have any size.
 
 from torch import Tensor, nn
 
-from engine.layers.base import SliceShape
-from engine.layers.replicated import ReplicatedLinearWithLoRA
-from engine.layers.tensor_parallel import ParallelHead
+from loradock.engine.layers.base import SliceShape
+from loradock.engine.layers.replicated import ReplicatedLinearWithLoRA
+from loradock.engine.layers.tensor_parallel import ParallelHead
 
 
 class LogitsProcessorWithLoRA(ReplicatedLinearWithLoRA):

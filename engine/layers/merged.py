@@ -5,10 +5,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from engine.layers.base import BaseLayerWithLoRA, SliceShape, SliceTensors, slice_tensors
-from engine.layers.fully_sharded import ColumnShardedLoRA
-from engine.layers.packed import MergedColumnParallelLinear, PackedLinear
-from engine.parallel import ParallelGroup
+from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape, SliceTensors, slice_tensors
+from loradock.engine.layers.fully_sharded import ColumnShardedLoRA
+from loradock.engine.layers.packed import MergedColumnParallelLinear, PackedLinear
+from loradock.engine.parallel import ParallelGroup
 
 GATE_AND_UP = 2
 

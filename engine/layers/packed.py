@@ -10,9 +10,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from engine.layers.tensor_parallel import ColumnParallelLinear
-from engine.layout import Shard
-from engine.parallel import SINGLE
+from loradock.engine.layers.tensor_parallel import ColumnParallelLinear
+from loradock.engine.layout import Shard
+from loradock.engine.parallel import SINGLE
 
 
 class ChildShare(NamedTuple):

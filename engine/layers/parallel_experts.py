@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from engine.layers.expert_layout import FLAGS, ExpertLayout, ExpertsInput, layout_of
-from engine.parallel import ParallelGroup, ParameterShard
+from loradock.engine.layers.expert_layout import FLAGS, ExpertLayout, ExpertsInput, layout_of
+from loradock.engine.parallel import ParallelGroup, ParameterShard
 
 
 class ParallelExperts(nn.Module):

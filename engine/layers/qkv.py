@@ -9,11 +9,11 @@ from itertools import accumulate
 
 from torch import nn
 
-from engine.layers.base import SliceShape
-from engine.layers.fully_sharded import ColumnShardedLoRA
-from engine.layers.merged import PackedLinearWithLoRA
-from engine.layers.packed import QKVParallelLinear
-from engine.layout import Shard
+from loradock.engine.layers.base import SliceShape
+from loradock.engine.layers.fully_sharded import ColumnShardedLoRA
+from loradock.engine.layers.merged import PackedLinearWithLoRA
+from loradock.engine.layers.packed import QKVParallelLinear
+from loradock.engine.layout import Shard
 
 
 class MergedQKVParallelLinearWithLoRA(PackedLinearWithLoRA):

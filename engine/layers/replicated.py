@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from engine.layers.base import BaseLayerWithLoRA, SliceShape
-from engine.models.library.registry import Conv1D
+from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
+from loradock.engine.models.library.registry import Conv1D
 
 
 class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):

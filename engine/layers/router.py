@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from engine.layers.base import BaseLayerWithLoRA, SliceShape
+from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
 
 _FAILURES: Final = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions of foreign code that is called in an unsupported way."""

@@ -5,11 +5,11 @@ Each rank adds the delta of its own inputs, and the base layer's sum over the ra
 
 from torch import Tensor, nn
 
-from engine.layers.base import BaseLayerWithLoRA, SliceShape
-from engine.layers.fully_sharded import RowShardedLoRA
-from engine.layers.tensor_parallel import RowParallelLinear
-from engine.layout import Shard
-from engine.parallel import ParallelGroup
+from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
+from loradock.engine.layers.fully_sharded import RowShardedLoRA
+from loradock.engine.layers.tensor_parallel import RowParallelLinear
+from loradock.engine.layout import Shard
+from loradock.engine.parallel import ParallelGroup
 
 
 class RowParallelLinearWithLoRA(BaseLayerWithLoRA):

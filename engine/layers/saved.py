@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
 
-from engine.kernels.operands import RowOrder
-from engine.layout import ABSENT, token_ids_of
-from engine.punica.wrapper import PunicaWrapper
-from engine.residency.arena import Arena
+from loradock.engine.kernels.operands import RowOrder
+from loradock.engine.layout import ABSENT, token_ids_of
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.engine.residency.arena import Arena
 
 
 class SavedRows(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 
-from engine.parallel import WHOLE_PARAMETER, ParallelGroup, ParameterShard
+from loradock.engine.parallel import WHOLE_PARAMETER, ParallelGroup, ParameterShard
 
 
 class ParallelLinear(nn.Linear):

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.config import LoRAConfig
-from engine.manager.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
-from engine.manager.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+from loradock.engine.config import LoRAConfig
+from loradock.engine.manager.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
+from loradock.engine.manager.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 
 __all__ = [
     "LRUCacheLoRAModelManager",

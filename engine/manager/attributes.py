@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from engine.kernels import DEFAULTS
-from engine.layers import BaseLayerWithLoRA
-from engine.layers.experts import ExpertsWithLoRA
-from engine.manager.metrics import MEBIBYTE, ManagerMetrics
-from engine.models.vision.mapping import IMAGE_PARTS
-from engine.punica.mapping import LoRAMapping, MappingType
-from engine.punica.wrapper import PunicaWrapper
-from engine.residency.device_memory import allocated_bytes
-from messages.ids import GPU_SLOT
+from loradock.engine.kernels import DEFAULTS
+from loradock.engine.layers import BaseLayerWithLoRA
+from loradock.engine.layers.experts import ExpertsWithLoRA
+from loradock.engine.manager.metrics import MEBIBYTE, ManagerMetrics
+from loradock.engine.models.vision.mapping import IMAGE_PARTS
+from loradock.engine.punica.mapping import LoRAMapping, MappingType
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.engine.residency.device_memory import allocated_bytes
+from loradock.messages.ids import GPU_SLOT
 
 if TYPE_CHECKING:
-    from controller.core.in_process import InProcessController
-    from engine.config import LoRAConfig
-    from engine.manager.in_process_engine import InProcessEngine
+    from loradock.controller.core.in_process import InProcessController
+    from loradock.engine.config import LoRAConfig
+    from loradock.engine.manager.in_process_engine import InProcessEngine
 
 
 class ManagerAttributes:

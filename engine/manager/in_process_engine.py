@@ -10,24 +10,24 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from engine.adapters.dummy import HeadWeights
-from engine.adapters.lora_model import LoadedAdapter, LoRAModel
-from engine.config import LoRAConfig
-from engine.errors import NotResident, UnknownAdapter
-from engine.jobs import InlineJobs
-from engine.layers import ClassificationHeadWithLoRA
-from engine.layout import ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
-from engine.manager.model_checks import check_kind, check_model
-from engine.manager.uncompiled import keep_uncompiled
-from engine.models.binding import bind_lora
-from engine.models.loading import prepare_loaded
-from engine.models.pooling_model import PoolingModel
-from engine.models.vision.mapping import IMAGE_PARTS
-from engine.punica.mapping import LoRAMapping, MappingType
-from engine.residency.residency import Residency
-from engine.residency.staging import unpack
-from messages import commands, reports
-from messages.ids import AdapterId
+from loradock.engine.adapters.dummy import HeadWeights
+from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import NotResident, UnknownAdapter
+from loradock.engine.jobs import InlineJobs
+from loradock.engine.layers import ClassificationHeadWithLoRA
+from loradock.engine.layout import ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
+from loradock.engine.manager.model_checks import check_kind, check_model
+from loradock.engine.manager.uncompiled import keep_uncompiled
+from loradock.engine.models.binding import bind_lora
+from loradock.engine.models.loading import prepare_loaded
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.models.vision.mapping import IMAGE_PARTS
+from loradock.engine.punica.mapping import LoRAMapping, MappingType
+from loradock.engine.residency.residency import Residency
+from loradock.engine.residency.staging import unpack
+from loradock.messages import commands, reports
+from loradock.messages.ids import AdapterId
 
 
 class InProcessEngine:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from engine.errors import ModelRefused
-from engine.layers import CONVOLUTION_WRAPPERS, WRAPPERS, BaseLayerWithLoRA, wrapper_of
+from loradock.engine.errors import ModelRefused
+from loradock.engine.layers import CONVOLUTION_WRAPPERS, WRAPPERS, BaseLayerWithLoRA, wrapper_of
 
 
 def check_kind(name: str, value: object, kind: type, instead: str = "") -> None:

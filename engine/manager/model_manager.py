@@ -20,26 +20,26 @@ import structlog
 import torch
 from torch import nn
 
-from controller.core.context import Refusal
-from controller.core.in_process import InProcessController
-from controller.core.limits import Limits
-from controller.core.world import Adapter
-from engine.adapters.dummy import dummy_adapter, warmup_rank
-from engine.adapters.in_memory import check_in_memory
-from engine.adapters.lora_model import LoadedAdapter, LoRAModel
-from engine.config import LoRAConfig
-from engine.errors import EngineError, NoFreeSlot, NoRoom
-from engine.layout import rank_parts_max
-from engine.manager.attributes import ManagerAttributes
-from engine.manager.in_process_engine import InProcessEngine
-from engine.manager.metrics import Clock, ManagerMetrics
-from engine.manager.model_checks import check_kind
-from engine.manager.refusals import batch_error, error_of_refusal
-from engine.manager.request_reader import ReadAdapter
-from engine.models.vision.encoder import ImageTensors
-from engine.punica.mapping import LoRAMapping
-from messages import events, requests
-from messages.ids import EVICTED, GPU_SLOT
+from loradock.controller.core.context import Refusal
+from loradock.controller.core.in_process import InProcessController
+from loradock.controller.core.limits import Limits
+from loradock.controller.core.world import Adapter
+from loradock.engine.adapters.dummy import dummy_adapter, warmup_rank
+from loradock.engine.adapters.in_memory import check_in_memory
+from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import EngineError, NoFreeSlot, NoRoom
+from loradock.engine.layout import rank_parts_max
+from loradock.engine.manager.attributes import ManagerAttributes
+from loradock.engine.manager.in_process_engine import InProcessEngine
+from loradock.engine.manager.metrics import Clock, ManagerMetrics
+from loradock.engine.manager.model_checks import check_kind
+from loradock.engine.manager.refusals import batch_error, error_of_refusal
+from loradock.engine.manager.request_reader import ReadAdapter
+from loradock.engine.models.vision.encoder import ImageTensors
+from loradock.engine.punica.mapping import LoRAMapping
+from loradock.messages import events, requests
+from loradock.messages.ids import EVICTED, GPU_SLOT
 
 _log = structlog.get_logger()
 

@@ -6,11 +6,11 @@ Their texts begin with the words that vLLM documents for the same cause, which p
 from collections.abc import Sequence
 from typing import Final
 
-from controller.core.context import Refusal
-from controller.core.in_process import InProcessController
-from engine.errors import DeviceOutOfMemory, EngineError, NoRoom, NotRegistered, error_of
-from messages import requests
-from messages.errors import ErrorCode
+from loradock.controller.core.context import Refusal
+from loradock.controller.core.in_process import InProcessController
+from loradock.engine.errors import DeviceOutOfMemory, EngineError, NoRoom, NotRegistered, error_of
+from loradock.messages import requests
+from loradock.messages.errors import ErrorCode
 
 _NO_HOST_PLACE: Final = "No free adapter slots"
 _NO_SLOT: Final = "No free lora slots"

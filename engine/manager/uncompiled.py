@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.layers import BaseLayerWithLoRA
-from engine.layers.packed import PackedSlice
+from loradock.engine.layers import BaseLayerWithLoRA
+from loradock.engine.layers.packed import PackedSlice
 
 
 def keep_uncompiled(model: nn.Module) -> None:

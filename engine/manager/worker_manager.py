@@ -8,19 +8,19 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from engine.adapters.lora_request import LoRARequest
-from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.errors import EngineError
-from engine.manager.model_checks import check_kind
-from engine.manager.model_manager import LoRAModelManager
-from engine.manager.request_reader import (
+from loradock.engine.adapters.lora_request import LoRARequest
+from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
+from loradock.engine.errors import EngineError
+from loradock.engine.manager.model_checks import check_kind
+from loradock.engine.manager.model_manager import LoRAModelManager
+from loradock.engine.manager.request_reader import (
     AdapterSource,
     ReadAdapter,
     RequestReader,
     check_mapped_ids,
     requests_by_id,
 )
-from engine.punica.mapping import LoRAMapping
+from loradock.engine.punica.mapping import LoRAMapping
 
 
 class WorkerLoRAManager:

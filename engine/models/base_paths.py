@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from engine.adapters.base_copies import HeldWeight
-from engine.layers import BaseLayerWithLoRA
-from engine.layers.packed import PackedSlice
-from engine.layers.tensor_parallel import ParallelLinear, VocabParallelEmbedding
-from engine.parallel import WHOLE_PARAMETER
+from loradock.engine.adapters.base_copies import HeldWeight
+from loradock.engine.layers import BaseLayerWithLoRA
+from loradock.engine.layers.packed import PackedSlice
+from loradock.engine.layers.tensor_parallel import ParallelLinear, VocabParallelEmbedding
+from loradock.engine.parallel import WHOLE_PARAMETER
 
 
 class BasePaths(NamedTuple):

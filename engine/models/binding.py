@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.config import LoRAConfig
-from engine.kernels import (
+from loradock.engine.config import LoRAConfig
+from loradock.engine.kernels import (
     CALIBRATED_BYTES_MIN,
     DEFAULTS,
     Calibration,
@@ -20,16 +20,16 @@ from engine.kernels import (
     fastest_linear,
     fastest_ways,
 )
-from engine.kernels.interface import Kernels
-from engine.layout import rank_parts_max
-from engine.models.quantization import is_quantized
-from engine.models.served_model import ServedModel
-from engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrapper
-from engine.punica.side_stream import SideStream
-from engine.punica.wrapper import PunicaWrapper
-from engine.residency.arena import Arena
-from engine.residency.collective_copier import CollectiveCopier
-from engine.residency.copier import copier_for
+from loradock.engine.kernels.interface import Kernels
+from loradock.engine.layout import rank_parts_max
+from loradock.engine.models.quantization import is_quantized
+from loradock.engine.models.served_model import ServedModel
+from loradock.engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrapper
+from loradock.engine.punica.side_stream import SideStream
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.collective_copier import CollectiveCopier
+from loradock.engine.residency.copier import copier_for
 
 
 class BoundRuntime(NamedTuple):

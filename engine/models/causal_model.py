@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.config import LoRAConfig
-from engine.models.caches.module_states import ModuleState, find_module_states
-from engine.models.caches.row_cache import RowCache
-from engine.models.caches.single_rows import SingleRows
-from engine.models.caches.state_cache import StateCache
-from engine.models.image_batch_probe import probe_images
-from engine.models.image_processor import ImagePromptReader, ImagesRefused, Processor
-from engine.models.kv_cache import BatchKVCache, left_padding_mask
-from engine.models.library.caches import Cache
-from engine.models.library.generation import cache_argument, generated_logits
-from engine.models.library.registry import PreTrainedModel
-from engine.models.positions.rotary import scale_by_length
-from engine.models.served_model import ServedModel, Tokenizer
-from engine.models.trials.causality import check_rows_alone
-from engine.models.trials.probe import ProbeSpec, generation_probe, states_probe
-from engine.models.vision.image_inputs import ImageInputs, image_arguments
-from engine.models.vision.mapping import NO_PUNICAS, ImagePunicas
-from engine.punica.wrapper import PunicaWrapper
-from engine.residency.arena import Arena
+from loradock.engine.config import LoRAConfig
+from loradock.engine.models.caches.module_states import ModuleState, find_module_states
+from loradock.engine.models.caches.row_cache import RowCache
+from loradock.engine.models.caches.single_rows import SingleRows
+from loradock.engine.models.caches.state_cache import StateCache
+from loradock.engine.models.image_batch_probe import probe_images
+from loradock.engine.models.image_processor import ImagePromptReader, ImagesRefused, Processor
+from loradock.engine.models.kv_cache import BatchKVCache, left_padding_mask
+from loradock.engine.models.library.caches import Cache
+from loradock.engine.models.library.generation import cache_argument, generated_logits
+from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.positions.rotary import scale_by_length
+from loradock.engine.models.served_model import ServedModel, Tokenizer
+from loradock.engine.models.trials.causality import check_rows_alone
+from loradock.engine.models.trials.probe import ProbeSpec, generation_probe, states_probe
+from loradock.engine.models.vision.image_inputs import ImageInputs, image_arguments
+from loradock.engine.models.vision.mapping import NO_PUNICAS, ImagePunicas
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.engine.residency.arena import Arena
 
 Batching = Literal["padded", "together", "single", "whole"]
 """How the rows of a model are run.

@@ -1,18 +1,18 @@
 """A probe of whether a model can be served with images: a batch of prompts, run at start.
 
-`engine.models.trials.probe` has verified batches of text by then. A model that fails here is served
-for text alone, and every prompt with images is refused with the reason.
+`engine/models/trials/probe.py` has verified batches of text by then. A model that fails here is
+served for text alone, and every prompt with images is refused with the reason.
 """
 
 from collections.abc import Iterator
 from typing import Final
 
-from engine.errors import MODEL_CODE_ERRORS, ModelRefused, RequestRefused
-from engine.models.image_processor import ImagePromptReader, ImagesRefused, ProcessedPrompt
-from engine.models.trials.comparison import check_same
-from engine.models.trials.probe import Forward, MakeCache, prefill_and_decode
-from engine.models.vision.decoding import sample_png
-from messages.prompts import IllustratedPrompt
+from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused, RequestRefused
+from loradock.engine.models.image_processor import ImagePromptReader, ImagesRefused, ProcessedPrompt
+from loradock.engine.models.trials.comparison import check_same
+from loradock.engine.models.trials.probe import Forward, MakeCache, prefill_and_decode
+from loradock.engine.models.vision.decoding import sample_png
+from loradock.messages.prompts import IllustratedPrompt
 
 _IMAGE_SIZES: Final = ((64, 48), (48, 120))
 """The sizes of the probe's images; they differ so that rows differ where sizes matter."""

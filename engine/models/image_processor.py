@@ -14,20 +14,20 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.errors import MODEL_CODE_ERRORS, RequestRefused
-from engine.models.library.registry import (
+from loradock.engine.errors import MODEL_CODE_ERRORS, RequestRefused
+from loradock.engine.models.library.registry import (
     PROCESSOR_MAPPING,
     AutoImageProcessor,
     AutoTokenizer,
     ProcessorMixin,
     processor_class_from_name,
 )
-from engine.models.served_model import ServedModel
-from engine.models.tokenization import check_text, check_tokens
-from engine.models.vision.decoding import open_images
-from engine.models.vision.image_inputs import ImageInputs
-from engine.models.weights.source import LOCAL
-from messages.prompts import IllustratedPrompt
+from loradock.engine.models.served_model import ServedModel
+from loradock.engine.models.tokenization import check_text, check_tokens
+from loradock.engine.models.vision.decoding import open_images
+from loradock.engine.models.vision.image_inputs import ImageInputs
+from loradock.engine.models.weights.source import LOCAL
+from loradock.messages.prompts import IllustratedPrompt
 
 _FILES: Final = ("processor_config.json", "preprocessor_config.json")
 _VIDEO_PART: Final = "video_processor"

@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.errors import ModelRefused
-from engine.layout import next_power_of_two
-from engine.models.kv_cache_layer import GrowableKVLayer
-from engine.models.library.caches import Cache, DummyLayer
+from loradock.engine.errors import ModelRefused
+from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.kv_cache_layer import GrowableKVLayer
+from loradock.engine.models.library.caches import Cache, DummyLayer
 
 STATIC_COLUMNS_MIN: Final = 64
 """The fewest columns of a static step: smaller ones save little and need their own graphs."""

@@ -9,8 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.layout import next_power_of_two
-from engine.models.library.caches import CacheLayerMixin
+from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.library.caches import CacheLayerMixin
 
 IDLE_CAPACITY_MAX: Final = 4
 """Buffers are kept while they are at most this many times as large as the rows need."""

@@ -13,24 +13,24 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import ModelNotRun, ModelRefused
-from engine.models.causal_model import CausalModel
-from engine.models.image_processor import ImagesRefused, Processor, load_processor
-from engine.models.library.light_imports import without_compiler
-from engine.models.library.registry import AutoConfig, AutoTokenizer, PreTrainedModel
-from engine.models.library.weights import disable_progress_bar
-from engine.models.plain_model import HeldTextModel, PlainModel
-from engine.models.pooling_model import PoolingModel
-from engine.models.pooling_options import PoolingOptions, pooling_options
-from engine.models.preparation import CLASSIFIERS
-from engine.models.quantization import dtype_of, is_quantized, loading_options
-from engine.models.served_model import ServedModel, Tokenizer
-from engine.models.sharding import Sharding, experts_of
-from engine.models.tasks import Task, loader_of, task_of
-from engine.models.weights.progress import Report, reporting
-from engine.models.weights.source import LOCAL, WeightsSource
-from engine.parallel import SINGLE, ParallelGroup
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import ModelNotRun, ModelRefused
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_processor import ImagesRefused, Processor, load_processor
+from loradock.engine.models.library.light_imports import without_compiler
+from loradock.engine.models.library.registry import AutoConfig, AutoTokenizer, PreTrainedModel
+from loradock.engine.models.library.weights import disable_progress_bar
+from loradock.engine.models.plain_model import HeldTextModel, PlainModel
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.models.pooling_options import PoolingOptions, pooling_options
+from loradock.engine.models.preparation import CLASSIFIERS
+from loradock.engine.models.quantization import dtype_of, is_quantized, loading_options
+from loradock.engine.models.served_model import ServedModel, Tokenizer
+from loradock.engine.models.sharding import Sharding, experts_of
+from loradock.engine.models.tasks import Task, loader_of, task_of
+from loradock.engine.models.weights.progress import Report, reporting
+from loradock.engine.models.weights.source import LOCAL, WeightsSource
+from loradock.engine.parallel import SINGLE, ParallelGroup
 
 MODALITY: Final = "image"
 """The only content of prompts next to text, by its name in `default_mm_loras`."""

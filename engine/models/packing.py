@@ -10,13 +10,13 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
-from engine.layers import (
+from loradock.engine.layers import (
     BaseLayerWithLoRA,
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
 )
-from engine.layers.packed import PackedLinear, PackedSlice, SharedCall
+from loradock.engine.layers.packed import PackedLinear, PackedSlice, SharedCall
 
 
 class PackingRule(NamedTuple):

@@ -12,26 +12,26 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from engine.adapters.module_paths import Equivalence
-from engine.config import LoRAConfig
-from engine.errors import ModelRefused
-from engine.layers import (
+from loradock.engine.adapters.module_paths import Equivalence
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.layers import (
     CONVOLUTION_WRAPPERS,
     VocabParallelEmbeddingWithLoRA,
     wrappers_for,
 )
-from engine.layers.convolution import refusal_of
-from engine.models.base_paths import BasePaths
-from engine.models.library.registry import PreTrainedModel
-from engine.models.preparation import (
+from loradock.engine.layers.convolution import refusal_of
+from loradock.engine.models.base_paths import BasePaths
+from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.preparation import (
     WrapScope,
     module_shapes,
     prepare_unprobed,
 )
-from engine.models.served_model import ServedModel
-from engine.models.trials.observation import ALIGNED_ROWS
-from engine.models.trials.probe import ProbeSpec, Prompts
-from engine.models.vision.mapping import ImageMapper
+from loradock.engine.models.served_model import ServedModel
+from loradock.engine.models.trials.observation import ALIGNED_ROWS
+from loradock.engine.models.trials.probe import ProbeSpec, Prompts
+from loradock.engine.models.vision.mapping import ImageMapper
 
 _TOKENS: Final = 16
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from engine.config import LoRAConfig
-from engine.errors import ModelRefused, RequestRefused
-from engine.models.library.registry import PreTrainedModel
-from engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
-from engine.models.positions.rotary import scale_by_length
-from engine.models.served_model import ServedModel, Tokenizer
-from engine.models.trials.causality import is_bidirectional
-from engine.models.trials.probe import Prompts, pooling_probe
-from engine.punica.mapping import LoRAMapping
-from messages.views import PoolingTask
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import ModelRefused, RequestRefused
+from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
+from loradock.engine.models.positions.rotary import scale_by_length
+from loradock.engine.models.served_model import ServedModel, Tokenizer
+from loradock.engine.models.trials.causality import is_bidirectional
+from loradock.engine.models.trials.probe import Prompts, pooling_probe
+from loradock.engine.punica.mapping import LoRAMapping
+from loradock.messages.views import PoolingTask
 
 VECTOR_NUMBERS_MAX: Final = (1 << 22) // 4
 """The most numbers of one vector that a report may contain."""

@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from engine.config import EngineConfig
-from engine.errors import ModelRefused
-from engine.models.tasks import SENTENCE_CONFIG, SENTENCE_MODULES, Task
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.models.tasks import SENTENCE_CONFIG, SENTENCE_MODULES, Task
 
 
 class Pooling(StrEnum):

@@ -12,20 +12,25 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
-from engine.errors import ModelNotRun, ModelRefused
-from engine.kernels.operands import RowOrder
-from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRule, wrapper_of
-from engine.layers.packed import PackedLinear
-from engine.layers.saved import ReplaceableNorm, is_replaceable_norm
-from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, directory_columns
-from engine.models.library.registry import PreTrainedModel
-from engine.models.packing import PackingGroup, find_packing_groups, pack, with_implied_targets
-from engine.models.trials.comparison import located
-from engine.models.trials.image_layers import record_image_inputs
-from engine.models.trials.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
-from engine.models.trials.probe import ProbeSpec, find_column_layers, record_layer_inputs
-from engine.models.vision.encoder import ImagePart
-from engine.punica.mapping import MappingType
+from loradock.engine.errors import ModelNotRun, ModelRefused
+from loradock.engine.kernels.operands import RowOrder
+from loradock.engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRule, wrapper_of
+from loradock.engine.layers.packed import PackedLinear
+from loradock.engine.layers.saved import ReplaceableNorm, is_replaceable_norm
+from loradock.engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, directory_columns
+from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.packing import (
+    PackingGroup,
+    find_packing_groups,
+    pack,
+    with_implied_targets,
+)
+from loradock.engine.models.trials.comparison import located
+from loradock.engine.models.trials.image_layers import record_image_inputs
+from loradock.engine.models.trials.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
+from loradock.engine.models.trials.probe import ProbeSpec, find_column_layers, record_layer_inputs
+from loradock.engine.models.vision.encoder import ImagePart
+from loradock.engine.punica.mapping import MappingType
 
 _ROWS_BY_ROLE: Final[Mapping[Role, RowShapes]] = {
     Role.HEAD: SAMPLED_ROWS,

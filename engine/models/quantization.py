@@ -10,11 +10,15 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from engine.config import LORA_DTYPES, QUANTIZATIONS, UNQUANTIZED, EngineConfig
-from engine.errors import ModelRefused
-from engine.kernels import CALIBRATED_BYTES_MIN, calibration, faster_dtype
-from engine.models.library.weights import BitsAndBytesConfig, FineGrainedFP8Config, TorchAoConfig
-from engine.parallel import ParallelGroup
+from loradock.engine.config import LORA_DTYPES, QUANTIZATIONS, UNQUANTIZED, EngineConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.kernels import CALIBRATED_BYTES_MIN, calibration, faster_dtype
+from loradock.engine.models.library.weights import (
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    TorchAoConfig,
+)
+from loradock.engine.parallel import ParallelGroup
 
 
 def _torchao_int8() -> Any:

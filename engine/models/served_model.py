@@ -12,35 +12,35 @@ from typing import Any, Final
 
 import torch
 
-from engine.adapters.base_copies import HeldWeight
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.module_paths import Equivalence, equivalences_of
-from engine.adapters.output_vectors import BaseWeights
-from engine.adapters.saved_tokenizer import BaseTokenizer, Vocabulary
-from engine.config import LoRAConfig
-from engine.errors import ModelRefused
-from engine.layers import (
+from loradock.engine.adapters.base_copies import HeldWeight
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.module_paths import Equivalence, equivalences_of
+from loradock.engine.adapters.output_vectors import BaseWeights
+from loradock.engine.adapters.saved_tokenizer import BaseTokenizer, Vocabulary
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.layers import (
     BaseLayerWithLoRA,
     VocabParallelEmbeddingWithLoRA,
     wrappers_for,
 )
-from engine.layers.missing import missing_layers
-from engine.layers.saved import ReplaceableNorm
-from engine.layout import ModuleShape
-from engine.models.base_paths import BasePaths, held_weight
-from engine.models.library.registry import AutoTokenizer, PreTrainedModel
-from engine.models.positions.context import longest_context
-from engine.models.preparation import WrapScope, module_shapes, prepare_layers
-from engine.models.sharding import experts_of
-from engine.models.tasks import Task
-from engine.models.trials.probe import ProbeSpec
-from engine.models.vision.encoder import ImagePart, find_image_part
-from engine.models.vision.mapping import NO_PUNICAS, ImageMapper, ImagePunicas
-from engine.models.weights.source import LOCAL
-from engine.parallel import SINGLE, ParallelGroup
-from engine.punica.mapping import MappingType
-from engine.punica.wrapper import PunicaWrapper
-from engine.residency.arena import Arena
+from loradock.engine.layers.missing import missing_layers
+from loradock.engine.layers.saved import ReplaceableNorm
+from loradock.engine.layout import ModuleShape
+from loradock.engine.models.base_paths import BasePaths, held_weight
+from loradock.engine.models.library.registry import AutoTokenizer, PreTrainedModel
+from loradock.engine.models.positions.context import longest_context
+from loradock.engine.models.preparation import WrapScope, module_shapes, prepare_layers
+from loradock.engine.models.sharding import experts_of
+from loradock.engine.models.tasks import Task
+from loradock.engine.models.trials.probe import ProbeSpec
+from loradock.engine.models.vision.encoder import ImagePart, find_image_part
+from loradock.engine.models.vision.mapping import NO_PUNICAS, ImageMapper, ImagePunicas
+from loradock.engine.models.weights.source import LOCAL
+from loradock.engine.parallel import SINGLE, ParallelGroup
+from loradock.engine.punica.mapping import MappingType
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.engine.residency.arena import Arena
 
 _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id")
 

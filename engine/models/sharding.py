@@ -13,20 +13,20 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from engine.errors import MODEL_CODE_ERRORS, ModelRefused
-from engine.layers.expert_layout import layout_of
-from engine.layers.parallel_experts import ParallelExperts
-from engine.layers.tensor_parallel import (
+from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused
+from loradock.engine.layers.expert_layout import layout_of
+from loradock.engine.layers.parallel_experts import ParallelExperts
+from loradock.engine.layers.tensor_parallel import (
     ColumnParallelLinear,
     ParallelHead,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from engine.models.library.registry import PreTrainedModel
-from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
-from engine.models.vision.encoder import find_image_part
-from engine.models.weights.whole_layer import WholeLayer
-from engine.parallel import ParallelGroup, ParameterShard
+from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.models.vision.encoder import find_image_part
+from loradock.engine.models.weights.whole_layer import WholeLayer
+from loradock.engine.parallel import ParallelGroup, ParameterShard
 
 _PROMPT_TOKENS: Final = 5
 """The number of tokens of the prompt that compares the whole and the split model."""

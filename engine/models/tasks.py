@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 
-from engine.models.library.registry import (
+from loradock.engine.models.library.registry import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -17,7 +17,7 @@ from engine.models.library.registry import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
-from messages.views import PoolingTask
+from loradock.messages.views import PoolingTask
 
 Task = Literal["generate"] | PoolingTask
 

@@ -7,9 +7,9 @@ takes any resource.
 from collections.abc import Sequence
 from typing import Any, Final
 
-from engine.errors import ContextExceeded, RequestRefused
-from engine.models.served_model import ServedModel
-from messages.prompts import IllustratedPrompt, Prompt, TextPrompt, Truncation
+from loradock.engine.errors import ContextExceeded, RequestRefused
+from loradock.engine.models.served_model import ServedModel
+from loradock.messages.prompts import IllustratedPrompt, Prompt, TextPrompt, Truncation
 
 CHARACTERS_PER_TOKEN_MAX: Final = 32
 """A text longer than this many times the context is refused before it is tokenized."""

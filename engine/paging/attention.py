@@ -1,9 +1,9 @@
 """Attention of a flat forward pass, registered with `transformers` as `FLAT`.
 
-Rows are attended one by one, or together over what they share (`engine.paging.pieces`).
+Rows are attended one by one, or together over what they share (`loradock.engine.paging.pieces`).
 
 A model that calls `transformers`' attention interface gets this function in place of its own while
-a flat pass runs, and `engine.paging.masks` in place of its own masks.
+a flat pass runs, and `loradock.engine.paging.masks` in place of its own masks.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.models.library.attention import (
+from loradock.engine.models.library.attention import (
     AttentionInterface,
     AttentionMaskInterface,
     use_attention,
 )
-from engine.models.library.registry import PreTrainedConfig
-from engine.paging.masks import RowMasks
-from engine.paging.paged_cache import FlatStep, MaskFunction, PagedLayer
-from engine.paging.pieces import Pieces
+from loradock.engine.models.library.registry import PreTrainedConfig
+from loradock.engine.paging.masks import RowMasks
+from loradock.engine.paging.paged_cache import FlatStep, MaskFunction, PagedLayer
+from loradock.engine.paging.pieces import Pieces
 
 FLAT: Final = "loradock_flat"
 """The name of the attention implementation."""

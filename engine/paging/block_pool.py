@@ -1,7 +1,7 @@
 """The bookkeeping of blocks: which are free, held by rows, or kept for a prompt with their prefix.
 
 A block stores the keys and values of `BLOCK_TOKENS` tokens of one row. This module has no tensors;
-`engine.paging.paged_cache` has the memory that the numbers stand for.
+`loradock.engine.paging.paged_cache` has the memory that the numbers stand for.
 """
 
 from collections import OrderedDict

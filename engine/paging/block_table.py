@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final
 
-from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, Prefix
+from loradock.engine.paging.block_pool import BLOCK_TOKENS, BlockPool, Prefix
 
 _DIGEST_BYTES: Final = 16
 _TOKEN_BYTES: Final = 8

@@ -12,16 +12,16 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.errors import MODEL_CODE_ERRORS
-from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import BatchKVCache
-from engine.models.library.registry import PreTrainedConfig
-from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
-from engine.paging.attention import flat_attention
-from engine.paging.block_pool import BlockPool
-from engine.paging.block_table import BlockTable
-from engine.paging.masks import longest_reach
-from engine.paging.paged_cache import FlatRow, FlatStep, PagedKVCache
+from loradock.engine.errors import MODEL_CODE_ERRORS
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.library.registry import PreTrainedConfig
+from loradock.engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.paging.attention import flat_attention
+from loradock.engine.paging.block_pool import BlockPool
+from loradock.engine.paging.block_table import BlockTable
+from loradock.engine.paging.masks import longest_reach
+from loradock.engine.paging.paged_cache import FlatRow, FlatStep, PagedKVCache
 
 MapTokens = Callable[[int, int], None]
 """Prepares the adapters' mapping for a pass of (tokens, sampled rows), all of one adapter."""

@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.library.attention import causal_mask_function
-from engine.paging.block_pool import BLOCK_TOKENS
-from engine.paging.paged_cache import DecodeGroup, FlatStep, MaskFunction, RowSpan
-from engine.paging.pieces import Pieces, RowPlace, find_pieces
+from loradock.engine.models.library.attention import causal_mask_function
+from loradock.engine.paging.block_pool import BLOCK_TOKENS
+from loradock.engine.paging.paged_cache import DecodeGroup, FlatStep, MaskFunction, RowSpan
+from loradock.engine.paging.pieces import Pieces, RowPlace, find_pieces
 
 _SAMPLES: Final = 16
 """The tokens of the longest row whose masks are looked at whole, for gaps."""

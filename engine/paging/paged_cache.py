@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.layout import next_power_of_two
-from engine.models.kv_cache import BatchKVCache
-from engine.models.library.caches import Cache, CacheLayerMixin
-from engine.paging.block_pool import BLOCK_TOKENS
-from engine.paging.block_table import BlockTable, blocks_of
+from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.library.caches import Cache, CacheLayerMixin
+from loradock.engine.paging.block_pool import BLOCK_TOKENS
+from loradock.engine.paging.block_table import BlockTable, blocks_of
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of `transformers`: indices of row, head, query and key, which broadcast -> attends."""

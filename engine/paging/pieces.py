@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.paging.block_pool import BLOCK_TOKENS
+from loradock.engine.paging.block_pool import BLOCK_TOKENS
 
 CALL_BYTES: Final = 384 << 10
 """The bytes of keys and values whose reading takes as long as a further call.

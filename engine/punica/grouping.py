@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import TILE_ROWS, GroupBounds, Groups, SlotSpan, Tiles
-from engine.layout import next_power_of_two
+from loradock.engine.kernels.operands import TILE_ROWS, GroupBounds, Groups, SlotSpan, Tiles
+from loradock.engine.layout import next_power_of_two
 
 INITIAL_TOKENS: Final = 8192
 """The rows for which the device's tables have capacity before they first grow."""

@@ -6,7 +6,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from engine.errors import NotResident
+from loradock.engine.errors import NotResident
 
 BASE = 0
 """The adapter id of rows without an adapter."""

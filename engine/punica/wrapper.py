@@ -12,12 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.expert_groups import ExpertGroups, group_experts
-from engine.kernels.interface import BaseLinear, Kernels
-from engine.kernels.operands import GroupBounds, Groups, LoRASlices, RowOrder, accumulator_dtype
-from engine.punica.grouping import Grouper
-from engine.punica.mapping import BASE, LoRAMapping, slots_of
-from engine.punica.side_stream import Concurrent
+from loradock.engine.kernels.expert_groups import ExpertGroups, group_experts
+from loradock.engine.kernels.interface import BaseLinear, Kernels
+from loradock.engine.kernels.operands import (
+    GroupBounds,
+    Groups,
+    LoRASlices,
+    RowOrder,
+    accumulator_dtype,
+)
+from loradock.engine.punica.grouping import Grouper
+from loradock.engine.punica.mapping import BASE, LoRAMapping, slots_of
+from loradock.engine.punica.side_stream import Concurrent
 
 
 class ShrinkExpand(NamedTuple):
@@ -362,7 +368,8 @@ class PunicaWrapper:
         """Return the groups of one layer's routing for `add_lora_fused_moe`; None without any work.
 
         `adapter_enabled(slot)`: whether a slot has weights in this layer; the other arguments are
-        as in `engine.kernels.expert_groups.group_experts`. Raises ValueError as `groups_of` does.
+        as in `group_experts` of `engine/kernels/expert_groups.py`. Raises ValueError as
+        `groups_of` does.
         """
         groups = self.groups_of(tokens)
         if groups is None:

@@ -15,9 +15,9 @@ from itertools import count
 
 import torch
 
-from engine.errors import Conflict, DeviceOutOfMemory, NotResident
-from engine.kernels.directory import SlotDirectory
-from engine.layout import (
+from loradock.engine.errors import Conflict, DeviceOutOfMemory, NotResident
+from loradock.engine.kernels.directory import SlotDirectory
+from loradock.engine.layout import (
     ABSENT,
     ALIGNMENT_BYTES,
     ModuleKind,
@@ -28,12 +28,12 @@ from engine.layout import (
     slice_elements,
     sorted_by_column,
 )
-from engine.parallel import RankLost
-from engine.residency.compaction import Compactor
-from engine.residency.copier import Copier, Copy, copier_for
-from engine.residency.device_memory import allocate_device
-from engine.residency.extents import Extents
-from engine.residency.staging import Blob
+from loradock.engine.parallel import RankLost
+from loradock.engine.residency.compaction import Compactor
+from loradock.engine.residency.copier import Copier, Copy, copier_for
+from loradock.engine.residency.device_memory import allocate_device
+from loradock.engine.residency.extents import Extents
+from loradock.engine.residency.staging import Blob
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Arena:
     `data`: 1-D, of `dtype`, on `device`, `device_bytes_max` rounded down to 128 bytes, not
     initialised. `directory`: the offset and rank of each module-slice in each slot; an offset is
     the start of its A in elements of `data`, a multiple of 128 bytes, and its B starts after A's
-    padding (`engine.layout`).
+    padding (`loradock.engine.layout`).
     `generations[slot]`: the highest that was ever published there. `copier`: None for the default
     of the device. Compaction allocates another 16 MiB at most. Raises `DeviceOutOfMemory`.
     """

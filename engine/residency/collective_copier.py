@@ -3,10 +3,10 @@
 import msgspec
 import torch
 
-from engine.errors import code_of, error_of
-from engine.parallel import ParallelGroup
-from engine.residency.copier import Copier, Copy
-from messages.errors import ErrorCode
+from loradock.engine.errors import code_of, error_of
+from loradock.engine.parallel import ParallelGroup
+from loradock.engine.residency.copier import Copier, Copy
+from loradock.messages.errors import ErrorCode
 
 
 class CollectiveCopier:

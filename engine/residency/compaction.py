@@ -9,9 +9,9 @@ from typing import Final
 
 import torch
 
-from engine.residency.copier import Copier
-from engine.residency.device_memory import allocate_device
-from engine.residency.extents import Extents
+from loradock.engine.residency.copier import Copier
+from loradock.engine.residency.device_memory import allocate_device
+from loradock.engine.residency.extents import Extents
 
 _BOUNCE_BYTES_MAX: Final = 16 << 20
 """The largest buffer for sliding an extent by less than its own size."""

@@ -2,8 +2,8 @@
 
 import torch
 
-from engine.errors import DeviceOutOfMemory
-from engine.layout import ALIGNMENT_BYTES
+from loradock.engine.errors import DeviceOutOfMemory
+from loradock.engine.layout import ALIGNMENT_BYTES
 
 
 def allocate_device(size_bytes: int, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.layout import ALIGNMENT_BYTES
+from loradock.engine.layout import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from engine.adapters.lora_model import LoadedAdapter, LoRAModel
-from engine.residency.staging import Blob
-from messages.commands import LoadWeights
-from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
-from messages.reports import InventoryAdapter
+from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
+from loradock.engine.residency.staging import Blob
+from loradock.messages.commands import LoadWeights
+from loradock.messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
+from loradock.messages.reports import InventoryAdapter
 
 
 @dataclass

@@ -6,7 +6,7 @@ the engine.
 
 All methods are called by one thread, between two forward passes. Reading and packing take long and
 change nothing here, so they are jobs, whose results `collect` applies. An engine process runs them
-on threads; a program that embeds the model runs them inline (`engine.jobs.InlineJobs`).
+on threads; a program that embeds the model runs them inline (`loradock.engine.jobs.InlineJobs`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from engine.adapters.lora_model import LoadedAdapter, LoRAModel
-from engine.errors import (
+from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
+from loradock.engine.errors import (
     Conflict,
     DeviceOutOfMemory,
     EngineError,
@@ -25,14 +25,14 @@ from engine.errors import (
     details_of,
     is_out_of_memory,
 )
-from engine.jobs import Jobs
-from engine.layout import ModuleShape
-from engine.residency.arena import Arena
-from engine.residency.host_adapter import HostAdapter
-from engine.residency.staging import Blob, stage
-from messages import commands, reports
-from messages.errors import ErrorCode
-from messages.ids import (
+from loradock.engine.jobs import Jobs
+from loradock.engine.layout import ModuleShape
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.host_adapter import HostAdapter
+from loradock.engine.residency.staging import Blob, stage
+from loradock.messages import commands, reports
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import (
     BASE_MODEL,
     CPU_CACHED,
     GPU_SLOT,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.adapters.layer_weights import LoRALayerWeights, highest_rank, scaled
-from engine.adapters.lora_model import LoRAModel
-from engine.host_memory import allocate_host
-from engine.layout import (
+from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_rank, scaled
+from loradock.engine.adapters.lora_model import LoRAModel
+from loradock.engine.host_memory import allocate_host
+from loradock.engine.layout import (
     ABSENT,
     ALIGNMENT_BYTES,
     ModuleKind,

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from messages.views import TokenLogprob
+from loradock.messages.views import TokenLogprob
 
 PROMPT_LOGITS_BYTES_MAX: Final = 128 << 20
 """Bound on the float32 logits of a prompt's tokens that are in memory at once, in bytes."""

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from messages.prompts import Sampling
+from loradock.messages.prompts import Sampling
 
 
 class _Change(NamedTuple):

@@ -13,11 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.sampling.logprobs import read_scores, score
-from engine.sampling.penalties import TokenHistory, adjust_logits
-from engine.sampling.structure import Guide, apply_masks
-from messages.prompts import Sampling
-from messages.views import TokenLogprob
+from loradock.engine.sampling.logprobs import read_scores, score
+from loradock.engine.sampling.penalties import TokenHistory, adjust_logits
+from loradock.engine.sampling.structure import Guide, apply_masks
+from loradock.messages.prompts import Sampling
+from loradock.messages.views import TokenLogprob
 
 NOT_FINITE: Final = -1
 """Stands for a token where a row's logits are not finite."""

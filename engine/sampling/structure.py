@@ -15,9 +15,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine.errors import NotServed, RequestRefused
-from engine.sampling.grammar_trial import trial_error
-from messages.prompts import Structure
+from loradock.engine.errors import NotServed, RequestRefused
+from loradock.engine.sampling.grammar_trial import trial_error
+from loradock.messages.prompts import Structure
 
 DEPTH_MAX: Final = 64
 """Bound on the nesting of a JSON schema."""

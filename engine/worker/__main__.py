@@ -1,9 +1,9 @@
-"""`python -m engine.worker`: one engine process."""
+"""`python -m loradock.engine.worker`: one engine process."""
 
-from engine.models.library.light_imports import import_transformers
+from loradock.engine.models.library.light_imports import import_transformers
 
 import_transformers()
 
-from engine.worker.process import end, main  # noqa: E402 - see there
+from loradock.engine.worker.process import end, main  # noqa: E402 - see there
 
 end(main())

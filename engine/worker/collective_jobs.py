@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from engine.errors import Conflict, code_of, details_of, error_of
-from engine.jobs import FinishedJob, Jobs
-from engine.parallel import ParallelGroup
-from messages.errors import ErrorCode
-from messages.views import Details
+from loradock.engine.errors import Conflict, code_of, details_of, error_of
+from loradock.engine.jobs import FinishedJob, Jobs
+from loradock.engine.parallel import ParallelGroup
+from loradock.messages.errors import ErrorCode
+from loradock.messages.views import Details
 
 T = TypeVar("T")
 

@@ -6,10 +6,16 @@ controller acknowledges that it is in the log, even if the frames that carried i
 
 import structlog
 
-from messages.commands import Command, ControllerBeat, RequestInventory
-from messages.ids import Epoch, Seq
-from messages.reports import EngineBeat, EngineInventory, OperationReport, PrivateReport, Report
-from messages.wire import REPORTS, DecodedFrame
+from loradock.messages.commands import Command, ControllerBeat, RequestInventory
+from loradock.messages.ids import Epoch, Seq
+from loradock.messages.reports import (
+    EngineBeat,
+    EngineInventory,
+    OperationReport,
+    PrivateReport,
+    Report,
+)
+from loradock.messages.wire import REPORTS, DecodedFrame
 
 _log = structlog.get_logger()
 

@@ -13,27 +13,27 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.adapters.checked_files import CheckedFiles
-from engine.adapters.lora_model import LoadedAdapter
-from engine.adapters.reader import read_adapter
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import EngineError
-from engine.inference.admission import SlotTable
-from engine.inference.meter import Meter
-from engine.inference.scheduler import check_task, choose_scheduler
-from engine.jobs import Jobs, ThreadedJobs
-from engine.models.binding import bind_lora, kernels_for
-from engine.models.causal_model import CausalModel
-from engine.models.pooling_model import PoolingModel
-from engine.parallel import ParallelGroup
-from engine.residency.device_memory import allocated_bytes
-from engine.residency.residency import OperationJob, Residency
-from engine.worker.collective_jobs import CollectiveJobs
-from engine.worker.preemption import SlotPreemption
-from engine.worker.seen_operations import SeenOperations
-from messages import commands, reports
-from messages.ids import AdapterId, OpId
-from messages.views import EngineStatistics
+from loradock.engine.adapters.checked_files import CheckedFiles
+from loradock.engine.adapters.lora_model import LoadedAdapter
+from loradock.engine.adapters.reader import read_adapter
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import EngineError
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.inference.meter import Meter
+from loradock.engine.inference.scheduler import check_task, choose_scheduler
+from loradock.engine.jobs import Jobs, ThreadedJobs
+from loradock.engine.models.binding import bind_lora, kernels_for
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.parallel import ParallelGroup
+from loradock.engine.residency.device_memory import allocated_bytes
+from loradock.engine.residency.residency import OperationJob, Residency
+from loradock.engine.worker.collective_jobs import CollectiveJobs
+from loradock.engine.worker.preemption import SlotPreemption
+from loradock.engine.worker.seen_operations import SeenOperations
+from loradock.messages import commands, reports
+from loradock.messages.ids import AdapterId, OpId
+from loradock.messages.views import EngineStatistics
 
 _Executable = commands.Operation | commands.StopGeneration | commands.ResumeGeneration
 EngineCommand = _Executable | commands.ResendTokens

@@ -12,13 +12,13 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from engine.parallel import ParallelGroup, RankLost
-from engine.worker.engine import Engine, EngineCommand
-from messages.commands import ControllerBeat, RequestInventory
-from messages.ids import OpId
-from messages.reports import EngineInventory, OperationFailed, OperationReport, Report
-from messages.views import EngineStatistics
-from messages.wire import COMMANDS
+from loradock.engine.parallel import ParallelGroup, RankLost
+from loradock.engine.worker.engine import Engine, EngineCommand
+from loradock.messages.commands import ControllerBeat, RequestInventory
+from loradock.messages.ids import OpId
+from loradock.messages.reports import EngineInventory, OperationFailed, OperationReport, Report
+from loradock.messages.views import EngineStatistics
+from loradock.messages.wire import COMMANDS
 
 
 class LockstepStep(Struct, frozen=True, array_like=True):

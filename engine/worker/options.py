@@ -13,16 +13,18 @@ from uuid import uuid4
 
 import msgspec
 
-from engine.config import EngineConfig, LoRAConfig
-from messages.engine_options import EngineArguments
-from messages.option_list import Option, options_of
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.messages.engine_options import EngineArguments
+from loradock.processes.option_list import Option, options_of
 
 _ENGINE_ID_CHARACTERS: Final = 32
 
 
 def parse(arguments: Sequence[str] | None) -> EngineArguments:
     """Read a command line; print the error and end the process where it can't be read."""
-    parser = ArgumentParser("python -m engine.worker", description="A LoRADock engine process.")
+    parser = ArgumentParser(
+        "python -m loradock.engine.worker", description="A LoRADock engine process."
+    )
     options = sorted(options_of(EngineArguments), key=lambda option: not option.is_required)
     for option in options:
         _add(parser, option)

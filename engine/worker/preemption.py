@@ -7,10 +7,10 @@ prompt that is kept until the next one.
 
 from typing import Final
 
-from engine.inference.scheduler import Scheduler
-from engine.residency.residency import Residency
-from messages.commands import PreemptSlot
-from messages.ids import OpId
+from loradock.engine.inference.scheduler import Scheduler
+from loradock.engine.residency.residency import Residency
+from loradock.messages.commands import PreemptSlot
+from loradock.messages.ids import OpId
 
 STEPS_MAX: Final = 128
 """After this many steps a slot is left anyway: the generation may wait for a row of the batch."""

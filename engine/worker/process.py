@@ -2,8 +2,9 @@
 
 It runs as one process, or as one rank of several that `torchrun` starts:
 
-    python -m engine.worker --connect ipc:///run/loradock/engine --model DIR --adapter-root DIR
-    torchrun --nproc-per-node 2 -m engine.worker ...
+    python -m loradock.engine.worker --connect ipc:///run/loradock/engine --model DIR \\
+      --adapter-root DIR
+    torchrun --nproc-per-node 2 -m loradock.engine.worker ...
 """
 
 import gc
@@ -17,13 +18,19 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import structlog
 import zmq
 
-from engine.adapters.files.directory import open_adapter
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import AdapterNotFound, Conflict, EngineError, ModelRefused, PathNotAllowed
-from engine.models.causal_model import CausalModel
-from engine.models.loading import load_model
-from engine.models.pooling_model import PoolingModel
-from engine.parallel import (
+from loradock.engine.adapters.files.directory import open_adapter
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import (
+    AdapterNotFound,
+    Conflict,
+    EngineError,
+    ModelRefused,
+    PathNotAllowed,
+)
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.loading import load_model
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.parallel import (
     SINGLE,
     ParallelGroup,
     RankLost,
@@ -32,19 +39,19 @@ from engine.parallel import (
     join_group,
     leave_group,
 )
-from engine.worker.engine import Engine
-from engine.worker.leader import Leader, follow
-from engine.worker.options import configs, parse
-from engine.worker.worker import QUEUE_FRAMES, Wakeup, Worker
-from messages import process_log
-from messages.engine_options import EngineArguments
-from messages.key_files import KeyPair, read_key_pair, read_public_key
-from messages.progress import Progress
-from messages.traces import configured_tracer
-from messages.wire import COMMANDS
+from loradock.engine.worker.engine import Engine
+from loradock.engine.worker.leader import Leader, follow
+from loradock.engine.worker.options import configs, parse
+from loradock.engine.worker.worker import QUEUE_FRAMES, Wakeup, Worker
+from loradock.messages.engine_options import EngineArguments
+from loradock.messages.traces import configured_tracer
+from loradock.messages.wire import COMMANDS
+from loradock.processes import process_log
+from loradock.processes.key_files import KeyPair, read_key_pair, read_public_key
+from loradock.processes.progress import Progress
 
 if TYPE_CHECKING:
-    from engine.worker.spans import InferenceSpans
+    from loradock.engine.worker.spans import InferenceSpans
 
 EXIT_CONFIG: Final = 2
 """No engine can start with these options and this model: the supervisor does not try again."""
@@ -103,7 +110,7 @@ def _configured_spans() -> "InferenceSpans | None":
     tracer = configured_tracer("engine")
     if tracer is None:
         return None
-    from engine.worker.spans import InferenceSpans  # noqa: PLC0415 - its library is an extra
+    from loradock.engine.worker.spans import InferenceSpans  # noqa: PLC0415 - its library is an extra
 
     return InferenceSpans(tracer)
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from messages.ids import OpId
+from loradock.messages.ids import OpId
 
 SEEN_MAX: Final = 4096
 """The number of operations that are remembered one by one; every older one counts as seen."""

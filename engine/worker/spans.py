@@ -5,10 +5,10 @@ from typing import Final
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from messages.commands import Command, StartGeneration, StartInference
-from messages.ids import OpId, RequestId
-from messages.reports import GenerationEnded, OperationFailed, PoolingEnded, Report
-from messages.requests import TokensStreamed
+from loradock.messages.commands import Command, StartGeneration, StartInference
+from loradock.messages.ids import OpId, RequestId
+from loradock.messages.reports import GenerationEnded, OperationFailed, PoolingEnded, Report
+from loradock.messages.requests import TokensStreamed
 
 FIRST_OUTPUT: Final = "first output"
 """The event between waiting and prefill, and decoding."""

@@ -3,7 +3,8 @@
 A supervisor therefore gets the same status as from an engine of one process. If a signal to
 `torchrun` ends the engine, the status is 0.
 
-    python -m engine.worker.torchrun --standalone --nproc-per-node 2 -m engine.worker --connect ...
+    python -m loradock.engine.worker.torchrun --standalone --nproc-per-node 2 \\
+      -m loradock.engine.worker --connect ...
 """
 
 import os

@@ -14,17 +14,17 @@ import msgspec
 import structlog
 import zmq
 
-from engine.worker.controller_link import ControllerLink
-from engine.worker.engine import Engine
-from engine.worker.leader import Leader
-from messages.commands import ControllerBeat, RequestInventory
-from messages.ids import OpId
-from messages.progress import Progress
-from messages.reports import EngineBeat, PrivateReport, SlotReset, SlotWritten
-from messages.wire import COMMANDS, WireError
+from loradock.engine.worker.controller_link import ControllerLink
+from loradock.engine.worker.engine import Engine
+from loradock.engine.worker.leader import Leader
+from loradock.messages.commands import ControllerBeat, RequestInventory
+from loradock.messages.ids import OpId
+from loradock.messages.reports import EngineBeat, PrivateReport, SlotReset, SlotWritten
+from loradock.messages.wire import COMMANDS, WireError
+from loradock.processes.progress import Progress
 
 if TYPE_CHECKING:
-    from engine.worker.spans import InferenceSpans
+    from loradock.engine.worker.spans import InferenceSpans
 
 _log = structlog.get_logger()
 

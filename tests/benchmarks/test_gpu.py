@@ -39,8 +39,8 @@ from benchmarks.tune_kernels import (
     mean_of,
     with_tables,
 )
-from engine.kernels import choose_kernels
-from engine.kernels.gpu.tile_configs import (
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.kernels.gpu.tile_configs import (
     EXPERTS_CONFIGS,
     EXPERTS_REGIMES,
     LINEAR_CONFIGS,

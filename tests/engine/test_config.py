@@ -9,7 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from engine.config import LORA_RANKS, LORA_SWITCHES, AdapterBounds, EngineConfig, LoRAConfig
+from loradock.engine.config import (
+    LORA_RANKS,
+    LORA_SWITCHES,
+    AdapterBounds,
+    EngineConfig,
+    LoRAConfig,
+)
 
 
 def test_defaults() -> None:

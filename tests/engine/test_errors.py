@@ -2,10 +2,10 @@
 
 import pytest
 
-from controller.client import errors as client_errors
-from engine import errors as engine_errors
-from engine.errors import EngineError, error_of
-from messages.errors import ErrorCode
+from loradock.client import errors as client_errors
+from loradock.engine import errors as engine_errors
+from loradock.engine.errors import EngineError, error_of
+from loradock.messages.errors import ErrorCode
 
 BUILT_IN = {
     ErrorCode.NO_ROOM: ("NoRoom", RuntimeError),

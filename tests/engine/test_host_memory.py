@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import host_memory
-from engine.errors import HostOutOfMemory
-from engine.host_memory import HUGE_PAGE_BYTES, allocate_host
+from loradock.engine import host_memory
+from loradock.engine.errors import HostOutOfMemory
+from loradock.engine.host_memory import HUGE_PAGE_BYTES, allocate_host
 
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
 

@@ -7,7 +7,7 @@ from threading import Barrier, Semaphore
 import pytest
 import torch
 
-from engine.jobs import ThreadedJobs
+from loradock.engine.jobs import ThreadedJobs
 
 STEP_THREADS = 3
 

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from engine.adapters.layer_weights import LoRALayerWeights
-from engine.adapters.lora_model import LoRAModel
-from engine.layout import (
+from loradock.engine.adapters.layer_weights import LoRALayerWeights
+from loradock.engine.adapters.lora_model import LoRAModel
+from loradock.engine.layout import (
     WHOLE,
     ModuleShape,
     Shard,
     blob_bytes,
     sorted_by_column,
 )
-from engine.residency.arena import Arena
-from engine.residency.staging import stage
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import stage
 
 IN, OUT, RANK = 12, 10, 6
 COLUMN_PARTS = [Shard(b_rows=(range(5),)), Shard(b_rows=(range(5, 10),))]

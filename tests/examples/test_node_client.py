@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.client import Client
+from loradock.client import Client
 from tests.support.engine.serve_process import serve, status_once
 from tests.support.parallel.processes import ROOT
 from tests.support.simulation.command_runs import run as run_command

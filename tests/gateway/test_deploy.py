@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from controller.cli.main import app
+from loradock.cli.main import app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TRUE = shutil.which("true")

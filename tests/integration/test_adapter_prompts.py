@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from controller.client import Client
+from loradock.client import Client
 from tests.support.engine.serve_process import serve
 from tests.support.parallel.processes import TINY
 from tests.support.waiting import HANG_S, wait_until

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import examples
-from controller.core.limits import Limits
-from engine.config import EngineConfig, LoRAConfig
-from engine.models.loading import load_model
 from examples.tiny_recipe import EOS_ID
 from examples.transformations import TRANSFORMATIONS, answer_of, held_out_words, prompt_of
-from messages import requests
+from loradock.controller.core.limits import Limits
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.models.loading import load_model
+from loradock.messages import requests
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.engine.served_bench import ServedBench
 

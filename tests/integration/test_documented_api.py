@@ -9,19 +9,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.adapters import LoRAModel, LoRARequest, PEFTHelper, get_adapter_absolute_path
-from engine.config import LoRAConfig
-from engine.errors import EngineError
-from engine.kernels import IMPLEMENTATIONS
-from engine.layers import BaseLayerWithLoRA
-from engine.manager import (
+from loradock.engine.adapters import LoRAModel, LoRARequest, PEFTHelper, get_adapter_absolute_path
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import EngineError
+from loradock.engine.kernels import IMPLEMENTATIONS
+from loradock.engine.layers import BaseLayerWithLoRA
+from loradock.engine.manager import (
     LoRAModelManager,
     LRUCacheLoRAModelManager,
     LRUCacheWorkerLoRAManager,
     WorkerLoRAManager,
     create_lora_manager,
 )
-from engine.punica import LoRAMapping, LoRAMappingType
+from loradock.engine.punica import LoRAMapping, LoRAMappingType
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.manager_examples import (
     CLASSES,

@@ -15,8 +15,8 @@ from typing import Final
 import pytest
 from rich.console import Console
 
-from controller.client import AsyncClient
 from examples.demo_arrival import show_arrivals
+from loradock.client import AsyncClient
 from tests.support.engine.serve_process import serve, status_once
 from tests.support.parallel.processes import ROOT, TINY
 from tests.support.simulation.command_runs import run

@@ -7,17 +7,17 @@ from typing import Final
 
 import pytest
 
-import controller.client
-import engine.adapters.expert_stacks
-import engine.adapters.module_paths
-import engine.config
-import engine.errors
-import engine.layers
-import engine.manager.request_reader
-import engine.models.preparation
-import engine.punica
-import engine.residency.staging
-from controller.shell.diagrams import between_marks
+import loradock.client
+import loradock.engine.adapters.expert_stacks
+import loradock.engine.adapters.module_paths
+import loradock.engine.config
+import loradock.engine.errors
+import loradock.engine.layers
+import loradock.engine.manager.request_reader
+import loradock.engine.models.preparation
+import loradock.engine.punica
+import loradock.engine.residency.staging
+from loradock.controller.server.diagrams import between_marks
 from tests.documented_names import BEGIN, END, SECTIONS, text
 from tests.support.documented_name import DocumentedName
 
@@ -26,16 +26,22 @@ NAMES = [name for names in SECTIONS.values() for name in names]
 MODULES: Final = {
     module.__name__: module
     for module in (
-        *(controller.client, engine.adapters, engine.adapters.expert_stacks, engine.config),
-        engine.adapters.module_paths,
-        *(engine.errors, engine.layers, engine.manager, engine.manager.request_reader),
-        *(engine.models.preparation, engine.punica, engine.residency.staging),
+        *(loradock.client, loradock.engine.adapters, loradock.engine.adapters.expert_stacks),
+        *(loradock.engine.adapters.module_paths, loradock.engine.config, loradock.engine.errors),
+        *(loradock.engine.layers, loradock.engine.manager, loradock.engine.manager.request_reader),
+        *(loradock.engine.models.preparation, loradock.engine.punica),
+        loradock.engine.residency.staging,
     )
 }
 
 OWNERS: Final = {
     name: found
-    for module in (engine.adapters, engine.config, engine.layers, engine.manager)
+    for module in (
+        loradock.engine.adapters,
+        loradock.engine.config,
+        loradock.engine.layers,
+        loradock.engine.manager,
+    )
     for name, found in vars(module).items()
     if isinstance(found, type)
 }

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.models.loading import load_model
 from examples.transformations import TRANSFORMATIONS, answer_of, prompt_of
-from messages import commands as cm
-from messages import reports as rp
-from messages import requests
-from messages.ids import GPU_SLOT
-from messages.prompts import Sampling
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.models.loading import load_model
+from loradock.messages import commands as cm
+from loradock.messages import reports as rp
+from loradock.messages import requests
+from loradock.messages.ids import GPU_SLOT
+from loradock.messages.prompts import Sampling
 from tests.support.engine.engine_bench import EngineBench
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

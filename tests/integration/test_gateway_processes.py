@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from controller.client import Client
 from examples.transformations import TRANSFORMATIONS
+from loradock.client import Client
 from tests.support.engine.serve_process import (
     gateway_url,
     is_alive,

@@ -7,16 +7,16 @@ import pytest
 import structlog
 import torch
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference.decoding import decode_probe
-from engine.inference.decoding.cuda_graphs import CudaCapture, GraphRunner
-from engine.inference.decoding.decode import DynamicDecode, StaticDecode
-from engine.inference.decoding.decode_probe import static_or_dynamic
-from engine.kernels import choose_kernels
-from engine.models.causal_model import CausalModel
-from engine.models.loading import load_model
-from engine.punica import PunicaWrapper
-from messages.prompts import Sampling
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference.decoding import decode_probe
+from loradock.engine.inference.decoding.cuda_graphs import CudaCapture, GraphRunner
+from loradock.engine.inference.decoding.decode import DynamicDecode, StaticDecode
+from loradock.engine.inference.decoding.decode_probe import static_or_dynamic
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.loading import load_model
+from loradock.engine.punica import PunicaWrapper
+from loradock.messages.prompts import Sampling
 from tests.support.engine.decode_examples import NOT_STATIC
 from tests.support.engine.generation_bench import NAMES, REQUESTS, GenerationBench
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX

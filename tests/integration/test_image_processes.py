@@ -11,11 +11,11 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from controller.cli.main import app
-from controller.client import AsyncClient, Client, Malformed
-from controller.log.replay import replay
-from controller.shell.default_adapters import DefaultAdapters
-from messages.ids import GPU_SLOT
+from loradock.cli.main import app
+from loradock.client import AsyncClient, Client, Malformed
+from loradock.controller.log.replay import replay
+from loradock.controller.server.default_adapters import DefaultAdapters
+from loradock.messages.ids import GPU_SLOT
 from tests.support.engine.image_bench import NAMES, PeftReference, PromptRow
 from tests.support.engine.serve_process import serve
 from tests.support.models.image_examples import image_prompt, picture, png

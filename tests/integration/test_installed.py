@@ -13,7 +13,7 @@ from tests.support.waiting import HANG_S
 
 HOSTILE = (
     *("controller.py", "random.py", "torch.py", "loradock.py", "sitecustomize.py"),
-    *("engine/__init__.py", "messages/__init__.py", "gateway/__init__.py"),
+    *("engine/__init__.py", "messages/__init__.py", "loradock/gateway/__init__.py"),
 )
 HOSTILE_CODE = """
 import pathlib
@@ -27,7 +27,7 @@ from typing import assert_type
 
 from loradock import AsyncClient, AsyncEventStream, AsyncGeneration, Client, Embedding
 from loradock import EventStream, Generation, LoRAConfig, LRUCacheLoRAModelManager, NoRoom
-from messages.requests import AdapterDone, AdaptersListed, BatchDone, TokensStreamed
+from loradock.messages.requests import AdapterDone, AdaptersListed, BatchDone, TokensStreamed
 
 def blocking(client: Client) -> None:
     assert_type(client.load("x", path="y", replace=True, timeout_s=1.0), AdapterDone)

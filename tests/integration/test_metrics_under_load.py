@@ -16,8 +16,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.client import Client
-from messages.requests import StatusShown
+from loradock.client import Client
+from loradock.messages.requests import StatusShown
 from tests.support.engine.engine_examples import NAMES
 from tests.support.engine.serve_process import serve, status_once
 from tests.support.gateway.served import post_bytes

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import ModelRefused
-from engine.models.loading import load_model
-from engine.parallel import ParallelGroup
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.models.loading import load_model
+from loradock.engine.parallel import ParallelGroup
 from tests.support.engine.parity_bench import PeftReference
 from tests.support.models.expert_adapters import (
     GATE_UP,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.client import Client, Malformed
+from loradock.client import Client, Malformed
 from tests.support.engine.image_bench import EVERYWHERE, KINDS, NAMES, PeftReference
 from tests.support.engine.serve_process import serve
 from tests.support.models.image_examples import image_prompt

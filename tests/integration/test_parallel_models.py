@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.models.sharding import shard_model
-from engine.parallel import ParallelGroup
+from loradock.engine.models.sharding import shard_model
+from loradock.engine.parallel import ParallelGroup
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_adapters import make_model
 from tests.support.parallel.models import TOKENS, build

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from messages.errors import ErrorCode
-from messages.views import PoolingTask
+from loradock.messages.errors import ErrorCode
+from loradock.messages.views import PoolingTask
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.pooling_bench import ROWS, PeftReference, PoolingBench
 from tests.support.models.pooling_examples import save_adapters

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.client import Client
-from controller.client.errors import AdapterNotFound
-from messages.requests import StatusShown
+from loradock.client import Client
+from loradock.client.errors import AdapterNotFound
+from loradock.messages.requests import StatusShown
 from tests.support.engine.serve_process import serve, status_once, wait_for_end
 from tests.support.parallel.processes import ADAPTERS
 from tests.support.waiting import HANG_S

@@ -8,10 +8,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import DeviceOutOfMemory
-from engine.models.causal_model import CausalModel
-from engine.models.loading import load_model
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import DeviceOutOfMemory
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.loading import load_model
 from tests.support.engine.engine_examples import ADAPTERS, relative_error
 from tests.support.engine.parity_bench import ParityBench, PeftReference
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import LoRAConfig
-from engine.models.causal_model import CausalModel
+from loradock.engine.config import LoRAConfig
+from loradock.engine.models.causal_model import CausalModel
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.parity_bench import ParityBench, ParityRow, PeftDecodeReference
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture

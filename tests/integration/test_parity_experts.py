@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import LoRAConfig
-from engine.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, RouterWithLoRA
-from engine.models.causal_model import CausalModel
+from loradock.engine.config import LoRAConfig
+from loradock.engine.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, RouterWithLoRA
+from loradock.engine.models.causal_model import CausalModel
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.parity_bench import ParityBench, PeftReference
 from tests.support.models.expert_adapters import PER_EXPERT, make_model, save_fused, save_per_expert

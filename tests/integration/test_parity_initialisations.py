@@ -22,12 +22,15 @@ from peft.tuners.lora.loraga import preprocess_loraga
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.adapters import LoRARequest
-from engine.adapters.peft_config import BASE_CHANGING_INITIALISATIONS, HARMLESS_INITIALISATIONS
-from engine.config import LoRAConfig
-from engine.errors import AdapterConfigRefused
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRARequest
+from loradock.engine.adapters.peft_config import (
+    BASE_CHANGING_INITIALISATIONS,
+    HARMLESS_INITIALISATIONS,
+)
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterConfigRefused
+from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.manager_examples import PROMPT, VOCABULARY, base
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from engine.adapters import LoRAModel, LoRARequest, PEFTHelper
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRAModel, LoRARequest, PEFTHelper
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 
 torch.set_num_threads(1)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import LoRAConfig
-from engine.models.pooling_model import PoolingModel
-from engine.models.pooling_options import Pooling, PoolingOptions
-from messages.views import PoolingTask
+from loradock.engine.config import LoRAConfig
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.models.pooling_options import Pooling, PoolingOptions
+from loradock.messages.views import PoolingTask
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.pooling_bench import ROWS, PeftReference, PoolingBench
 from tests.support.models.pooling_examples import (

@@ -9,11 +9,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from engine.adapters import LoRAModel, LoRARequest, PEFTHelper
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRAModel, LoRARequest, PEFTHelper
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.manager_examples import PROMPT, VOCABULARY, base
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.adapters import read_adapter
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference.admission import SlotTable
-from engine.jobs import InlineJobs
-from engine.models.binding import bind_lora
-from engine.models.causal_model import CausalModel
-from engine.residency.staging import stage
-from messages.prompts import Sampling
+from loradock.engine.adapters import read_adapter
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.jobs import InlineJobs
+from loradock.engine.models.binding import bind_lora
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.residency.staging import stage
+from loradock.messages.prompts import Sampling
 from tests.support.engine.generation_bench import SchedulerDriver
 from tests.support.models.causal_configs import build_model
 from tests.support.models.causal_parity import (

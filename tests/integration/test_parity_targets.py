@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from transformers import PreTrainedModel
 
-from engine.adapters import LoRAModel, LoRARequest, PEFTHelper
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRAModel, LoRARequest, PEFTHelper
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.causal_configs import build_model
 from tests.support.models.expert_adapters import DOWN, GATE_UP, make_model

@@ -7,8 +7,8 @@ import openai
 import pytest
 import torch
 
-from controller.client import Client, NotServed
-from messages.views import PoolingTask
+from loradock.client import Client, NotServed
+from loradock.messages.views import PoolingTask
 from tests.support.engine.serve_process import serve, status_once
 from tests.support.gateway.served import serve_gateway
 from tests.support.models.pooling_examples import (

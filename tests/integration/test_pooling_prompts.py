@@ -12,11 +12,11 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.models.loading import load_model
-from messages.commands import StartPooling
-from messages.reports import OperationFailed, Report
-from messages.requests import VectorsStreamed
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.models.loading import load_model
+from loradock.messages.commands import StartPooling
+from loradock.messages.reports import OperationFailed, Report
+from loradock.messages.requests import VectorsStreamed
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.engine.vectors import unpack_vector
 from tests.support.models.pooling_examples import write_sentence_modules

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
-from controller.client import Client
+from loradock.client import Client
 from tests.support.parallel.processes import controller, engine
 from tests.support.waiting import HANG_S
 

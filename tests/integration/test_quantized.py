@@ -20,14 +20,14 @@ from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations import finegrained_fp8
 
-from engine.config import QUANTIZATIONS, EngineConfig, LoRAConfig
-from engine.errors import ModelRefused
-from engine.kernels import choose_kernels
-from engine.layers import wrapper_of
-from engine.models.loading import load_model
-from engine.models.quantization import loading_options
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
+from loradock.engine.config import QUANTIZATIONS, EngineConfig, LoRAConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layers import wrapper_of
+from loradock.engine.models.loading import load_model
+from loradock.engine.models.quantization import loading_options
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.parity_bench import ParityBench, PeftReference
 from tests.support.models.quantized_bases import CONFIG, PROMPT, Comparison, save_example

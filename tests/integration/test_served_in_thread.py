@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.worker import engine as engine_module
-from messages import requests
-from messages.requests import (
+from loradock.engine.worker import engine as engine_module
+from loradock.messages import requests
+from loradock.messages.requests import (
     ActivateAdapter,
     EvictAdapter,
     LoadAdapter,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from controller.core.controller import Controller
-from messages import records, requests
+from loradock.controller.core.controller import Controller
+from loradock.messages import records, requests
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.engine.served_bench import LIMITS, ServedBench
 

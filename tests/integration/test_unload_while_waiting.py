@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from controller.client import Client
+from loradock.client import Client
 from tests.support.engine.serve_process import gateway_url, serve, wait_for_gateway
 from tests.support.waiting import HANG_S, wait_until
 

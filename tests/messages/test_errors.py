@@ -2,9 +2,9 @@
 
 import re
 
-from controller.log.format import LogError
-from messages.errors import MEANINGS, ErrorCode
-from messages.wire import WireError
+from loradock.controller.log.format import LogError
+from loradock.messages.errors import MEANINGS, ErrorCode
+from loradock.messages.wire import WireError
 
 # A client may have stored a code; it never gets another number or another meaning.
 CODES = {

@@ -15,8 +15,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messages import process_log
-from messages.process_log import LineWriter
+from loradock.processes import process_log
+from loradock.processes.process_log import LineWriter
 from tests.support.plain_logs import reset_logs
 from tests.support.waiting import HANG_S, wait_until
 
@@ -154,7 +154,7 @@ def test_a_closed_pipe_loses_lines_and_nothing_else() -> None:
 PROGRAM = """
 import sys, threading
 import structlog
-from messages import process_log
+from loradock.processes import process_log
 process_log.configure("json", "program")
 structlog.get_logger().info("first")
 thread = threading.Thread(target=lambda: 1 / 0)
@@ -181,7 +181,7 @@ def test_uncaught_exceptions_are_lines_too() -> None:
 
 BLOCKED = """
 import os, structlog
-from messages import process_log
+from loradock.processes import process_log
 process_log.configure("console")
 for number in range(20_000):
     structlog.get_logger().info("line", number=number)

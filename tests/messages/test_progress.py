@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from messages.progress import REASON_BYTES_MAX, Progress
+from loradock.processes.progress import REASON_BYTES_MAX, Progress
 from tests.support.parallel.processes import ROOT
 
 NAMES = ("wait", "receive", "step", "report")
@@ -39,8 +39,8 @@ def test_any_name_and_bound_can_be_written(name: str) -> None:
 def test_other_processes_write_and_read_a_shared_page() -> None:
     page = Progress.share()
     code = (
-        "import sys; from messages.progress import Progress; page = Progress(sys.argv[1]);"
-        "page.enter('a', 1); page.enter('b', 2)"
+        "import sys; from loradock.processes.progress import Progress\n"
+        "page = Progress(sys.argv[1]); page.enter('a', 1); page.enter('b', 2)"
     )
     for _ in range(2):
         page.clear()

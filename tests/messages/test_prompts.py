@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messages.prompts import Truncation
+from loradock.messages.prompts import Truncation
 
 TOKENS = st.lists(st.integers(1, 9), max_size=12)
 SPECIAL = st.lists(st.just(0), max_size=2)

@@ -6,9 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from messages.errors import ErrorCode
-from messages.prompts import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, IMAGES_MAX, IllustratedPrompt
-from messages.requests import (
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import (
+    IMAGE_BYTES_MAX,
+    IMAGES_BYTES_MAX,
+    IMAGES_MAX,
+    IllustratedPrompt,
+)
+from loradock.messages.requests import (
     ActivateAdapter,
     ActivateBatch,
     CancelGeneration,
@@ -18,7 +23,7 @@ from messages.requests import (
     ListAdapters,
     LoadAdapter,
 )
-from messages.wire import (
+from loradock.messages.wire import (
     BATCH_MAX,
     FRAME_BYTES_MAX,
     ILLUSTRATED_BYTES_MAX,

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from messages import traces
+from loradock.messages import traces
 
 URL = "http://collector:4318"
 

@@ -26,16 +26,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from messages.commands import Command
-from messages.errors import ErrorCode
-from messages.events import Event, Published
-from messages.records import Header, Input, Record, RecordOfFormat1
-from messages.reports import Report
-from messages.requests import (
+from loradock.messages.commands import Command
+from loradock.messages.errors import ErrorCode
+from loradock.messages.events import Event, Published
+from loradock.messages.records import Header, Input, Record, RecordOfFormat1
+from loradock.messages.reports import Report
+from loradock.messages.requests import (
     Reply,
     Request,
 )
-from messages.wire import (
+from loradock.messages.wire import (
     COMMANDS,
     EVENTS,
     PROTOCOL_VERSION,

@@ -5,7 +5,7 @@ import re
 import msgspec
 import pytest
 
-from messages.wire import TOKEN_BYTES
+from loradock.messages.wire import TOKEN_BYTES
 from tests.support.simulation.message_examples import EXAMPLES, members
 from tests.wire_format import GROUPS, PAGE, Group, wire_page
 

@@ -17,28 +17,28 @@ import torch
 import typer
 from rich.console import Console
 
-from controller.cli import bench, calibrate, top
-from controller.cli.exit_codes import EXIT_CODES, HINTS, CommandError, ServerNotRunning, failure_of
-from controller.cli.main import app
-from controller.cli.render import classification, embedding, renderables
-from controller.cli.server.settings import parse_changes
-from controller.client.arguments import check_arguments
-from controller.client.errors import LoradockError
-from controller.client.pooling import Classification, Embedding
-from controller.core.limits import FIXED, Limits, limits_to
-from controller.shell.startup.start_checks import Start, StartRefused, check_start
-from engine.adapters import read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.errors import EngineError
-from engine.kernels.calibrate import report
-from engine.kernels.cpu.calibration import Calibration, ProductSpeeds
-from engine.kernels.cpu.costs import DEFAULT_COSTS
-from messages import control
-from messages import requests as rq
-from messages.engine_options import EngineOptions
-from messages.errors import MEANINGS, ErrorCode
-from messages.prompts import Sampling
-from messages.views import AdapterCounters, EngineStatistics, FailureView
+from loradock.cli import bench, calibrate, top
+from loradock.cli.exit_codes import EXIT_CODES, HINTS, CommandError, ServerNotRunning, failure_of
+from loradock.cli.main import app
+from loradock.cli.render import classification, embedding, renderables
+from loradock.cli.server.settings import parse_changes
+from loradock.client.arguments import check_arguments
+from loradock.client.errors import LoradockError
+from loradock.client.pooling import Classification, Embedding
+from loradock.controller.core.limits import FIXED, Limits, limits_to
+from loradock.controller.server.startup.start_checks import Start, StartRefused, check_start
+from loradock.engine.adapters import read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.errors import EngineError
+from loradock.engine.kernels.calibrate import report
+from loradock.engine.kernels.cpu.calibration import Calibration, ProductSpeeds
+from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS
+from loradock.messages import control
+from loradock.messages import requests as rq
+from loradock.messages.engine_options import EngineOptions
+from loradock.messages.errors import MEANINGS, ErrorCode
+from loradock.messages.prompts import Sampling
+from loradock.messages.views import AdapterCounters, EngineStatistics, FailureView
 from tests.support.engine.adapter_examples import (
     CONFIG,
     LORA_CONFIG,

@@ -7,7 +7,7 @@ from tests.support.documented_name import DocumentedName
 CONFIG: Final = (
     DocumentedName(
         "LoRAConfig",
-        "engine.config:LoRAConfig",
+        "loradock.engine.config:LoRAConfig",
         "max_lora_rank max_loras fully_sharded_loras max_cpu_loras lora_dtype target_modules "
         "default_mm_loras enable_tower_connector_lora specialize_active_lora "
         "enable_mixed_moe_lora_format",
@@ -18,21 +18,21 @@ CONFIG: Final = (
     ),
     DocumentedName(
         "LoRAConfig.compute_hash",
-        "engine.config:LoRAConfig.compute_hash",
+        "loradock.engine.config:LoRAConfig.compute_hash",
         "",
         "It also covers `specialize_active_lora`, `dual_stream` and `batch_invariant`, which "
         "change the computation, so hashes of vLLM and of LoRADock differ.",
     ),
     DocumentedName(
         "LoRAConfig.verify_with_model_config",
-        "engine.config:LoRAConfig.verify_with_model_config",
+        "loradock.engine.config:LoRAConfig.verify_with_model_config",
         "model_config",
         "In place, and it returns the configuration too. Managers use `resolved_for`, a copy, so "
         "that one configuration can serve models of several dtypes.",
     ),
     DocumentedName(
         "default_mm_loras without a request",
-        "engine.manager:WorkerLoRAManager.default_request",
+        "loradock.engine.manager:WorkerLoRAManager.default_request",
         "modalities lora_int_id",
         "Ids and names are the documented ones. The request has to be made by the caller, because "
         "there is no `LLM` class here; `loradock serve` applies it to prompts with images, the "
@@ -40,14 +40,14 @@ CONFIG: Final = (
     ),
     DocumentedName(
         "VLLM_LORA_ENABLE_DUAL_STREAM",
-        "engine.config:DUAL_STREAM_VARIABLE",
+        "loradock.engine.config:DUAL_STREAM_VARIABLE",
         "",
         "The default of `LoRAConfig.dual_stream` where there is CUDA; elsewhere there is no second "
         "stream, and `dual_stream=True` is refused.",
     ),
 )
 
-_BASE: Final = "engine.layers:BaseLayerWithLoRA"
+_BASE: Final = "loradock.engine.layers:BaseLayerWithLoRA"
 LAYERS: Final = (
     DocumentedName(
         f"{_BASE.partition(':')[2]}.set_lora", f"{_BASE}.set_lora", "index lora_a lora_b"
@@ -101,11 +101,11 @@ LAYERS: Final = (
     ),
     DocumentedName(
         "expand_packed_lora",
-        "engine.layers:MergedColumnParallelLinearWithLoRA.expand_packed_lora",
+        "loradock.engine.layers:MergedColumnParallelLinearWithLoRA.expand_packed_lora",
         "lora_a lora_b",
     ),
     *(
-        DocumentedName(name, f"engine.layers:{name}", "base_layer")
+        DocumentedName(name, f"loradock.engine.layers:{name}", "base_layer")
         for name in (
             "ReplicatedLinearWithLoRA",
             "ColumnParallelLinearWithLoRA",
@@ -124,7 +124,7 @@ LAYERS: Final = (
     ),
     DocumentedName(
         "LogitsProcessorWithLoRA",
-        "engine.layers:LogitsProcessorWithLoRA",
+        "loradock.engine.layers:LogitsProcessorWithLoRA",
         "base_layer",
         "It wraps the head's linear layer, because `transformers` has no logits processor of that "
         "kind. The vocabulary has no bound; vLLM's is that of its kernels.",
@@ -132,58 +132,60 @@ LAYERS: Final = (
     DocumentedName(
         "LogitsProcessorWithLoRA.hidden_size, dtype, device, scale, soft_cap, _get_logits, "
         "sharded_to_full_mapping",
-        "engine.layers:LogitsProcessorWithLoRA.weight",
+        "loradock.engine.layers:LogitsProcessorWithLoRA.weight",
         "",
         "Absent: they are a logits processor's, which `transformers` lacks. `weight`, `input_size` "
         "and `output_size` are the head's.",
     ),
     DocumentedName(
         "FusedMoEWithLoRA.set_lora",
-        "engine.layers:FusedMoEWithLoRA.set_lora",
+        "loradock.engine.layers:FusedMoEWithLoRA.set_lora",
         "index lora_a lora_b",
         "In the order w1, w2, w3; a list of two is w13 and w2, because some adapters have one "
         "tensor for gate and up.",
     ),
     *(
-        DocumentedName(f"FusedMoEWithLoRA.{name}", f"engine.layers:FusedMoEWithLoRA.{name}")
+        DocumentedName(
+            f"FusedMoEWithLoRA.{name}", f"loradock.engine.layers:FusedMoEWithLoRA.{name}"
+        )
         for name in ("hidden_size", "global_num_experts", "local_num_experts", "ep_rank", "use_ep")
     ),
     DocumentedName(
         "FusedMoEWithLoRA.w13_input_size, w13_output_size, w2_input_size, w2_output_size, "
         "quant_method, runner, is_internal_router",
-        "engine.layers:FusedMoEWithLoRA.slice_shapes",
+        "loradock.engine.layers:FusedMoEWithLoRA.slice_shapes",
         "",
         "Absent: the base layer computes its own product, quantised or not. Read the sizes from "
         "`slice_shapes`.",
     ),
     DocumentedName(
         "_slice_w13_b",
-        "engine.layers:FusedMoEWithLoRA.slice_lora_b",
+        "loradock.engine.layers:FusedMoEWithLoRA.slice_lora_b",
         "lora_b",
         "Public, and by the layout of the experts, which may interleave gate and up.",
     ),
     DocumentedName(
         "_verify_ep_fs",
-        "engine.errors:ModelRefused",
+        "loradock.engine.errors:ModelRefused",
         "",
         "A `ModelRefused`, which is a ValueError, and no assertion, which `python -O` skips.",
     ),
     DocumentedName(
         "FusedMoE3DWithLoRA",
-        "engine.layers:FusedMoE3DWithLoRA",
+        "loradock.engine.layers:FusedMoE3DWithLoRA",
         "base_layer",
         "It serves adapters of both formats; `enable_mixed_moe_lora_format` stores both alike.",
     ),
     DocumentedName(
         "adapter_enabled",
-        "engine.layers:FusedMoEWithLoRA.adapter_enabled",
+        "loradock.engine.layers:FusedMoEWithLoRA.adapter_enabled",
         "slot",
         "A method: the directory on the host has the answer, so no tensor is kept. Write "
         "`adapter_enabled(slot)` for `adapter_enabled[slot]`.",
     ),
     DocumentedName(
         "forward of linear layers",
-        "engine.layers:ReplicatedLinearWithLoRA.forward",
+        "loradock.engine.layers:ReplicatedLinearWithLoRA.forward",
         "",
         "Takes the base layer's own arguments and returns its output alone instead of output and "
         "bias, because models of `transformers` are called, which expect that.",
@@ -191,7 +193,7 @@ LAYERS: Final = (
 )
 
 ERRORS: Final = tuple(
-    DocumentedName(f"{code} ({built_in})", f"engine.errors:{name}", "", difference)
+    DocumentedName(f"{code} ({built_in})", f"loradock.engine.errors:{name}", "", difference)
     for code, built_in, name, difference in (
         (
             "L001",

@@ -8,7 +8,7 @@ import threading
 
 import structlog
 
-from messages import process_log
+from loradock.processes import process_log
 
 
 def reset_logs() -> None:

@@ -7,7 +7,10 @@ from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ("messages", "controller", "engine", "gateway", "loradock")
+LINKED = ("messages", "controller", "engine")
+"""Folders that are links below `loradock/`, and are imported as its packages."""
+
+PROGRAM = (*LINKED, "loradock")
 SHIPPED = (*PROGRAM, "examples", "benchmarks")
 ALL = (*SHIPPED, "tests")
 
@@ -34,7 +37,8 @@ class Source:
     def module(self) -> str:
         """The name by which it is imported."""
         name = self.path.removesuffix(".py").replace("/", ".")
-        return name.removesuffix(".__init__")
+        name = name.removesuffix(".__init__")
+        return f"loradock.{name}" if name.partition(".")[0] in LINKED else name
 
     def at(self, node: ast.AST, finding: str) -> str:
         """Return a finding with its file and line."""

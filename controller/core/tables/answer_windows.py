@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from controller.core.tables.window_sizes import WindowSizes
-from messages.ids import RequestId, client_of
-from messages.requests import Reply
+from loradock.controller.core.tables.window_sizes import WindowSizes
+from loradock.messages.ids import RequestId, client_of
+from loradock.messages.requests import Reply
 
 _EXPIRED_PER_ANSWER: Final = 2
 """Bound on the answers that one new answer drops per window for their age, so its cost has one."""

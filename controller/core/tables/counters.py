@@ -9,16 +9,16 @@ from typing import Final
 
 from msgspec import Struct
 
-from controller.core.tables.fast_assignment import fast_assignment
-from messages import commands
-from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
+from loradock.controller.core.tables.fast_assignment import fast_assignment
+from loradock.messages import commands
+from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
 
 
 @fast_assignment
 class Counters(Struct, array_like=True, gc=False):
     """What happened to an adapter under one name; durations in nanoseconds of logical time.
 
-    `messages.views.AdapterCounters` describes each field.
+    `loradock.messages.views.AdapterCounters` describes each field.
     """
 
     hits: int = 0

@@ -6,7 +6,7 @@ The order is a function of the stamps alone, so it can be derived from the adapt
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from messages.ids import AdapterId
+from loradock.messages.ids import AdapterId
 
 
 class LruOrder:

@@ -6,7 +6,7 @@ The order is a function of the priorities alone, so it can be derived from the a
 from bisect import bisect_left, insort
 from typing import Final, Literal
 
-from messages.ids import AdapterId, Seq
+from loradock.messages.ids import AdapterId, Seq
 
 TierName = Literal["host", "pinned", "device"]
 

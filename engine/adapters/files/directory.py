@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from engine.adapters.files.located import (
+from loradock.engine.adapters.files.located import (
     NoSuchName,
     is_link,
     open_place,
@@ -27,11 +27,11 @@ from engine.adapters.files.located import (
     readable,
     real_roots,
 )
-from engine.adapters.files.missing_files import CONFIG_NAME, config_is_missing, is_present
-from engine.adapters.files.problems import shown
-from engine.adapters.files.weights_names import INDEX_NAME, names_in_index, weights_names
-from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.errors import (
+from loradock.engine.adapters.files.missing_files import CONFIG_NAME, config_is_missing, is_present
+from loradock.engine.adapters.files.problems import shown
+from loradock.engine.adapters.files.weights_names import INDEX_NAME, names_in_index, weights_names
+from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
+from loradock.engine.errors import (
     AdapterConfigRefused,
     AdapterNotFound,
     AdapterUnsound,

@@ -3,16 +3,20 @@
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from engine.adapters.files.directory import OpenFile
-from engine.adapters.files.safetensors_reader import SafetensorsFile
-from engine.adapters.files.sharded_file import ShardedFile
-from engine.adapters.files.tensorizer_stream import load_streamed
-from engine.adapters.files.torch_pickle import load_pickled
-from engine.adapters.files.weights_file import WeightsFile
-from engine.adapters.files.weights_names import PICKLED_NAMES, SAFETENSORS_SUFFIX, STREAMED_NAME
-from engine.adapters.files.whole_file import WholeFile
-from engine.config import AdapterBounds
-from engine.errors import AdapterUnsound
+from loradock.engine.adapters.files.directory import OpenFile
+from loradock.engine.adapters.files.safetensors_reader import SafetensorsFile
+from loradock.engine.adapters.files.sharded_file import ShardedFile
+from loradock.engine.adapters.files.tensorizer_stream import load_streamed
+from loradock.engine.adapters.files.torch_pickle import load_pickled
+from loradock.engine.adapters.files.weights_file import WeightsFile
+from loradock.engine.adapters.files.weights_names import (
+    PICKLED_NAMES,
+    SAFETENSORS_SUFFIX,
+    STREAMED_NAME,
+)
+from loradock.engine.adapters.files.whole_file import WholeFile
+from loradock.engine.config import AdapterBounds
+from loradock.engine.errors import AdapterUnsound
 
 
 def _pickled(file: OpenFile, bounds: AdapterBounds) -> WeightsFile:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from engine.adapters.files.problems import shown
-from engine.errors import AdapterNotFound, PathNotAllowed
+from loradock.engine.adapters.files.problems import shown
+from loradock.engine.errors import AdapterNotFound, PathNotAllowed
 
 _PLACE: Final = os.O_PATH | os.O_CLOEXEC
 _READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

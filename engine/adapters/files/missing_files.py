@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from engine.adapters.files.problems import shown
+from loradock.engine.adapters.files.problems import shown
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from engine.errors import (
+from loradock.engine.errors import (
     AdapterConfigRefused,
     AdapterDoesNotFit,
     EngineError,

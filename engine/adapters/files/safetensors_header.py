@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from engine.adapters.files.bounded_json import decode_object
-from engine.adapters.files.problems import shown
-from engine.config import AdapterBounds
-from engine.errors import AdapterUnsound
+from loradock.engine.adapters.files.bounded_json import decode_object
+from loradock.engine.adapters.files.problems import shown
+from loradock.engine.config import AdapterBounds
+from loradock.engine.errors import AdapterUnsound
 
 LENGTH_BYTES: Final = 8
 

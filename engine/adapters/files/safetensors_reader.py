@@ -10,14 +10,14 @@ from typing import Final
 
 import torch
 
-from engine.adapters.files.directory import OpenFile
-from engine.adapters.files.safetensors_header import (
+from loradock.engine.adapters.files.directory import OpenFile
+from loradock.engine.adapters.files.safetensors_header import (
     LENGTH_BYTES,
     StoredTensor,
     header_length,
     parse_header,
 )
-from engine.adapters.files.weights_file import (
+from loradock.engine.adapters.files.weights_file import (
     NO_VISITORS,
     ReadTensors,
     Visitor,
@@ -26,10 +26,10 @@ from engine.adapters.files.weights_file import (
     start_fingerprint,
     value_range,
 )
-from engine.config import AdapterBounds
-from engine.errors import AdapterUnsound
-from engine.host_memory import allocate_host
-from engine.submatrix import WHOLE_TENSOR, Submatrix, byte_ranges_of
+from loradock.engine.config import AdapterBounds
+from loradock.engine.errors import AdapterUnsound
+from loradock.engine.host_memory import allocate_host
+from loradock.engine.submatrix import WHOLE_TENSOR, Submatrix, byte_ranges_of
 
 _CHUNK_BYTES: Final = 1 << 20
 

@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 
 import xxhash
 
-from engine.adapters.files.problems import shown
-from engine.adapters.files.weights_file import (
+from loradock.engine.adapters.files.problems import shown
+from loradock.engine.adapters.files.weights_file import (
     NO_VISITORS,
     HasShape,
     ReadTensors,
@@ -18,7 +18,7 @@ from engine.adapters.files.weights_file import (
     Wanted,
     WeightsFile,
 )
-from engine.errors import AdapterUnsound
+from loradock.engine.errors import AdapterUnsound
 
 T = TypeVar("T")
 

@@ -6,10 +6,10 @@ declares are checked against its own size before any tensor is read.
 
 import torch
 
-from engine.adapters.files.directory import OpenFile
-from engine.adapters.files.whole_file import buffered, check_size, plain_tensors
-from engine.config import AdapterBounds
-from engine.errors import AdapterNotFound, AdapterUnsound, EngineError
+from loradock.engine.adapters.files.directory import OpenFile
+from loradock.engine.adapters.files.whole_file import buffered, check_size, plain_tensors
+from loradock.engine.config import AdapterBounds
+from loradock.engine.errors import AdapterNotFound, AdapterUnsound, EngineError
 
 
 def load_streamed(file: OpenFile, bounds: AdapterBounds) -> dict[str, torch.Tensor]:

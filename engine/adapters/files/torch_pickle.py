@@ -17,11 +17,11 @@ from typing import Final
 
 import torch
 
-from engine.adapters.files.directory import OpenFile
-from engine.adapters.files.problems import shown
-from engine.adapters.files.whole_file import buffered, check_size, plain_tensors
-from engine.config import AdapterBounds
-from engine.errors import AdapterUnsound, EngineError
+from loradock.engine.adapters.files.directory import OpenFile
+from loradock.engine.adapters.files.problems import shown
+from loradock.engine.adapters.files.whole_file import buffered, check_size, plain_tensors
+from loradock.engine.config import AdapterBounds
+from loradock.engine.errors import AdapterUnsound, EngineError
 
 _OTHER_ENTRIES_MAX: Final = 16
 """Largest number of entries other than storages."""

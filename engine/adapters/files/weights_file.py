@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 import xxhash
 
-from engine.submatrix import WHOLE_TENSOR, Submatrix
+from loradock.engine.submatrix import WHOLE_TENSOR, Submatrix
 
 
 class HasShape(Protocol):

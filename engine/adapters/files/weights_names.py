@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
-from engine.adapters.files.bounded_json import decode_object
-from engine.adapters.files.missing_files import (
+from loradock.engine.adapters.files.bounded_json import decode_object
+from loradock.engine.adapters.files.missing_files import (
     WEIGHTS_NAME,
     WHOLE_MODEL,
     is_present,
     weights_are_missing,
 )
-from engine.adapters.files.problems import shown
-from engine.config import AdapterBounds
-from engine.errors import AdapterNotFound, AdapterUnsound
+from loradock.engine.adapters.files.problems import shown
+from loradock.engine.config import AdapterBounds
+from loradock.engine.errors import AdapterNotFound, AdapterUnsound
 
 STREAMED_NAME: Final = "adapter_model.tensors"
 PICKLED_NAMES: Final = ("adapter_model.bin", "adapter_model.pt")

@@ -10,9 +10,9 @@ from typing import Final
 
 import torch
 
-from engine.adapters.files.directory import OpenFile
-from engine.adapters.files.problems import shown
-from engine.adapters.files.weights_file import (
+from loradock.engine.adapters.files.directory import OpenFile
+from loradock.engine.adapters.files.problems import shown
+from loradock.engine.adapters.files.weights_file import (
     NO_VISITORS,
     ReadTensors,
     Visitors,
@@ -20,9 +20,9 @@ from engine.adapters.files.weights_file import (
     start_fingerprint,
     value_range,
 )
-from engine.config import AdapterBounds
-from engine.errors import AdapterUnsound
-from engine.submatrix import WHOLE_TENSOR, Submatrix
+from loradock.engine.config import AdapterBounds
+from loradock.engine.errors import AdapterUnsound
+from loradock.engine.submatrix import WHOLE_TENSOR, Submatrix
 
 _CHUNK_BYTES: Final = 1 << 20
 

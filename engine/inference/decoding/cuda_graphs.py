@@ -14,8 +14,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.inference.decoding.host_sync_guard import ForbidHostSync
-from engine.punica.wrapper import LaunchKey, PunicaWrapper
+from loradock.engine.inference.decoding.host_sync_guard import ForbidHostSync
+from loradock.engine.punica.wrapper import LaunchKey, PunicaWrapper
 
 _log = structlog.get_logger()
 

@@ -13,21 +13,21 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.errors import MODEL_CODE_ERRORS
-from engine.inference.decoding.cuda_graphs import (
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import MODEL_CODE_ERRORS
+from loradock.engine.inference.decoding.cuda_graphs import (
     CudaCapture,
     GraphRunner,
     StepRunner,
     SyncCheckedRunner,
 )
-from engine.inference.decoding.decode import DecodeStrategy, DynamicDecode, StaticDecode
-from engine.layout import next_power_of_two
-from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
-from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
-from engine.punica.mapping import BASE, LoRAMapping
-from engine.punica.wrapper import PunicaWrapper
+from loradock.engine.inference.decoding.decode import DecodeStrategy, DynamicDecode, StaticDecode
+from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
+from loradock.engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.punica.mapping import BASE, LoRAMapping
+from loradock.engine.punica.wrapper import PunicaWrapper
 
 _log = structlog.get_logger()
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Generic, TypeVar
 
-from engine.inference.queues.fair_queue import AdapterKey, FairQueue
+from loradock.engine.inference.queues.fair_queue import AdapterKey, FairQueue
 
 T = TypeVar("T")
 

@@ -4,15 +4,15 @@ Weights are never cached: copies and conversions are stored in scratch memory fo
 Python loops run over groups, never over rows.
 """
 
-from engine.kernels.cpu.blocks import BatchTiler
-from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
-from engine.kernels.cpu.embedding import CpuEmbedding
-from engine.kernels.cpu.experts import CpuExperts, experts_expand_cpu, experts_shrink_cpu
-from engine.kernels.cpu.linear import CpuLinear
-from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.cpu.shrink_expand import CpuShrinkExpand
-from engine.kernels.interface import Kernels
-from engine.kernels.reference import reference_kernels
+from loradock.engine.kernels.cpu.blocks import BatchTiler
+from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
+from loradock.engine.kernels.cpu.embedding import CpuEmbedding
+from loradock.engine.kernels.cpu.experts import CpuExperts, experts_expand_cpu, experts_shrink_cpu
+from loradock.engine.kernels.cpu.linear import CpuLinear
+from loradock.engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.cpu.shrink_expand import CpuShrinkExpand
+from loradock.engine.kernels.interface import Kernels
+from loradock.engine.kernels.reference import reference_kernels
 
 
 def cpu_kernels(batch_invariant: bool, costs: CostTable = DEFAULT_COSTS) -> Kernels:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import linear
 
-from engine.kernels.interface import BaseLinear
+from loradock.engine.kernels.interface import BaseLinear
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x, weight, bias): `x @ weight.T + bias`, [..., out]; x: [..., in]. weight: [out, in]."""

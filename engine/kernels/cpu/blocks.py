@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import Groups, SlotSpan
+from loradock.engine.kernels.operands import Groups, SlotSpan
 
 LONG_ROWS: Final = 32
 """The least rows of a long group."""

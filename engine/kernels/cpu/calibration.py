@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.random import fork_rng
 
-from engine.kernels.cpu.base_linear import ROWS, WAYS, WayTimes, fastest_ways
-from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
-from engine.kernels.cpu.product_timing import dtype_costs, microseconds
-from engine.kernels.threads import threads_for
+from loradock.engine.kernels.cpu.base_linear import ROWS, WAYS, WayTimes, fastest_ways
+from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
+from loradock.engine.kernels.cpu.product_timing import dtype_costs, microseconds
+from loradock.engine.kernels.threads import threads_for
 
 CALIBRATED_BYTES_MIN: Final = 64 << 20
 """The least weights of a model for which a machine is measured."""

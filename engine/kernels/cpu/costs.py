@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 
 import torch
 
-from engine.kernels.cpu.dense import Dense
-from engine.kernels.cpu.gathered import Gathered, TransposedGathered, stacks
-from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer_block import LayerBlock, SliceWeights, computation_dtypes
+from loradock.engine.kernels.cpu.dense import Dense
+from loradock.engine.kernels.cpu.gathered import Gathered, TransposedGathered, stacks
+from loradock.engine.kernels.cpu.grouped import Grouped
+from loradock.engine.kernels.cpu.layer_block import LayerBlock, SliceWeights, computation_dtypes
 
 ROWS: Final = (1, 2, 4, 16, 64)
 """The rows per part for which products are measured.

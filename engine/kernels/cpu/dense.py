@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.gather import RowGatherer, add_rows
-from engine.kernels.cpu.layer_block import LayerBlock, SliceWeights
-from engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.cpu.gather import RowGatherer, add_rows
+from loradock.engine.kernels.cpu.layer_block import LayerBlock, SliceWeights
+from loradock.engine.kernels.cpu.scratch import Scratch
 
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from engine.kernels.checks import check_embedding
-from engine.kernels.cpu.blocks import BatchTiler
-from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
-from engine.kernels.threads import threads_for
+from loradock.engine.kernels.checks import check_embedding
+from loradock.engine.kernels.cpu.blocks import BatchTiler
+from loradock.engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
+from loradock.engine.kernels.threads import threads_for
 
 
 class CpuEmbedding:

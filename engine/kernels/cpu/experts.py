@@ -10,12 +10,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.kernels.checks import check_experts, check_experts_expand, check_experts_shrink
-from engine.kernels.cpu.costs import BATCHED_PARTS, DEFAULT_COSTS, CostTable
-from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.expert_groups import ExpertGroups, ExpertSpan
-from engine.kernels.operands import LoRAPair, LoRASlices
-from engine.kernels.threads import threads_for
+from loradock.engine.kernels.checks import check_experts, check_experts_expand, check_experts_shrink
+from loradock.engine.kernels.cpu.costs import BATCHED_PARTS, DEFAULT_COSTS, CostTable
+from loradock.engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.expert_groups import ExpertGroups, ExpertSpan
+from loradock.engine.kernels.operands import LoRAPair, LoRASlices
+from loradock.engine.kernels.threads import threads_for
 
 _GATHERED_BYTES_MAX: Final = 32 << 20
 """The most bytes of weights that are copied for one product."""

@@ -6,8 +6,8 @@ Rows of the base model are neither read nor written.
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.blocks import Block
-from engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.cpu.blocks import Block
+from loradock.engine.kernels.cpu.scratch import Scratch
 
 
 class RowGatherer:

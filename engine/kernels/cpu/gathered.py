@@ -10,15 +10,15 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.blocks import equal_parts
-from engine.kernels.cpu.gather import RowGatherer, add_rows
-from engine.kernels.cpu.layer_block import (
+from loradock.engine.kernels.cpu.blocks import equal_parts
+from loradock.engine.kernels.cpu.gather import RowGatherer, add_rows
+from loradock.engine.kernels.cpu.layer_block import (
     EqualDistance,
     LayerBlock,
     SliceWeights,
     computes_transposed,
 )
-from engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.cpu.scratch import Scratch
 
 FEW_ROWS_MAX: Final = 8
 """The most rows per part for which `TransposedGathered` is tried."""

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.gather import RowGatherer, add_rows
-from engine.kernels.cpu.layer_block import LayerBlock, SliceWeights
-from engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.cpu.gather import RowGatherer, add_rows
+from loradock.engine.kernels.cpu.layer_block import LayerBlock, SliceWeights
+from loradock.engine.kernels.cpu.scratch import Scratch
 
 
 class _PartProduct(NamedTuple):

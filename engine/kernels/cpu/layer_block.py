@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from engine.kernels.cpu.blocks import Block
-from engine.kernels.operands import LoRAPair, LoRASlices, accumulator_dtype
+from loradock.engine.kernels.cpu.blocks import Block
+from loradock.engine.kernels.operands import LoRAPair, LoRASlices, accumulator_dtype
 
 NARROW_RANK_MAX: Final = 16
 NARROW_ROWS_MIN: Final = 32

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.checks import check_linear
-from engine.kernels.cpu.blocks import BatchTiler, RowRun, min_long_rows
-from engine.kernels.cpu.costs import (
+from loradock.engine.kernels.checks import check_linear
+from loradock.engine.kernels.cpu.blocks import BatchTiler, RowRun, min_long_rows
+from loradock.engine.kernels.cpu.costs import (
     DEFAULT_COSTS,
     CostTable,
     LongLayer,
@@ -19,13 +19,18 @@ from engine.kernels.cpu.costs import (
     cheapest_dtype,
     cheapest_strategy,
 )
-from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer_block import LayerBlock, computation_dtypes, layer_block, wide_dtype
-from engine.kernels.cpu.long_groups import LongGroups
-from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.operand_memo import OperandMemo
-from engine.kernels.operands import Groups, LoRASlices
-from engine.kernels.threads import threads_for
+from loradock.engine.kernels.cpu.grouped import Grouped
+from loradock.engine.kernels.cpu.layer_block import (
+    LayerBlock,
+    computation_dtypes,
+    layer_block,
+    wide_dtype,
+)
+from loradock.engine.kernels.cpu.long_groups import LongGroups
+from loradock.engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.operand_memo import OperandMemo
+from loradock.engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.kernels.threads import threads_for
 
 
 class _LayerPlan(NamedTuple):

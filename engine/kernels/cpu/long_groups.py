@@ -9,10 +9,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.blocks import BLOCK_ROWS, RowRun
-from engine.kernels.cpu.layer_block import computes_transposed
-from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.operands import LoRAPair, LoRASlices
+from loradock.engine.kernels.cpu.blocks import BLOCK_ROWS, RowRun
+from loradock.engine.kernels.cpu.layer_block import computes_transposed
+from loradock.engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.operands import LoRAPair, LoRASlices
 
 
 class LongGroups:

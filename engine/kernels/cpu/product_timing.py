@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.costs import BATCHED_PARTS, ROWS, DtypeCosts, ProductCost
+from loradock.engine.kernels.cpu.costs import BATCHED_PARTS, ROWS, DtypeCosts, ProductCost
 
 _SAMPLE_S: Final = 2e-3
 _SAMPLES: Final = 5

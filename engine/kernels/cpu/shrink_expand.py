@@ -8,11 +8,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.kernels.checks import check_expand, check_shrink
-from engine.kernels.cpu.blocks import BatchTiler
-from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.operands import Groups, LoRASlices
-from engine.kernels.threads import threads_for
+from loradock.engine.kernels.checks import check_expand, check_shrink
+from loradock.engine.kernels.cpu.blocks import BatchTiler
+from loradock.engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.kernels.threads import threads_for
 
 
 class CpuShrinkExpand:

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.common import find_tile, find_weights
-from engine.kernels.gpu.launch import LayerOperands, tile_table
-from engine.kernels.gpu.tile_configs import LookupConfig
-from engine.kernels.operands import Groups
+from loradock.engine.kernels.gpu.common import find_tile, find_weights
+from loradock.engine.kernels.gpu.launch import LayerOperands, tile_table
+from loradock.engine.kernels.gpu.tile_configs import LookupConfig
+from loradock.engine.kernels.operands import Groups
 
 
 @triton.jit

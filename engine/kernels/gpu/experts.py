@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.expert_groups import ExpertGroups
-from engine.kernels.gpu.common import (
+from loradock.engine.kernels.expert_groups import ExpertGroups
+from loradock.engine.kernels.gpu.common import (
     add_to_output,
     b_offset,
     find_split,
@@ -22,14 +22,14 @@ from engine.kernels.gpu.common import (
     shrink_block,
     sum_parts,
 )
-from engine.kernels.gpu.launch import (
+from loradock.engine.kernels.gpu.launch import (
     LayerOperands,
     expand_constants,
     shrink_constants,
     sum_constants,
 )
-from engine.kernels.gpu.shrink_expand import expand_block
-from engine.kernels.gpu.tile_configs import ExpandConfig, ShrinkConfig
+from loradock.engine.kernels.gpu.shrink_expand import expand_block
+from loradock.engine.kernels.gpu.tile_configs import ExpandConfig, ShrinkConfig
 
 
 @triton.jit

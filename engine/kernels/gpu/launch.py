@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from engine.kernels.gpu.tile_configs import ExpandConfig, ShrinkConfig
-from engine.kernels.operands import GroupBounds, Groups, LoRASlices
-from engine.layout import ALIGNMENT_BYTES, next_power_of_two
+from loradock.engine.kernels.gpu.tile_configs import ExpandConfig, ShrinkConfig
+from loradock.engine.kernels.operands import GroupBounds, Groups, LoRASlices
+from loradock.engine.layout import ALIGNMENT_BYTES, next_power_of_two
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """The supported dtypes of activations and weights."""

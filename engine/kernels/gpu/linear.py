@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.common import (
+from loradock.engine.kernels.gpu.common import (
     add_to_output,
     b_offset,
     find_slice,
@@ -19,9 +19,9 @@ from engine.kernels.gpu.common import (
     multiply_exactly,
     shrink_block,
 )
-from engine.kernels.gpu.launch import LayerOperands, block_k_of, tile_table
-from engine.kernels.gpu.tile_configs import FusedConfig
-from engine.kernels.operands import Groups
+from loradock.engine.kernels.gpu.launch import LayerOperands, block_k_of, tile_table
+from loradock.engine.kernels.gpu.tile_configs import FusedConfig
+from loradock.engine.kernels.operands import Groups
 
 
 @triton.jit

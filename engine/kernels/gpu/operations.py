@@ -12,7 +12,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from engine.kernels.checks import (
+from loradock.engine.kernels.checks import (
     check_embedding,
     check_expand,
     check_experts,
@@ -21,17 +21,26 @@ from engine.kernels.checks import (
     check_linear,
     check_shrink,
 )
-from engine.kernels.expert_groups import ExpertGroups
-from engine.kernels.gpu.embedding import launch_lookup
-from engine.kernels.gpu.experts import (
+from loradock.engine.kernels.expert_groups import ExpertGroups
+from loradock.engine.kernels.gpu.embedding import launch_lookup
+from loradock.engine.kernels.gpu.experts import (
     launch_experts_expand,
     launch_experts_shrink,
     launch_experts_sum,
 )
-from engine.kernels.gpu.launch import LayerOperandCache, LayerOperands, Workspace, check_operands
-from engine.kernels.gpu.linear import launch_fused
-from engine.kernels.gpu.shrink_expand import launch_expand, launch_shrink, launch_sum_splits
-from engine.kernels.gpu.tile_configs import (
+from loradock.engine.kernels.gpu.launch import (
+    LayerOperandCache,
+    LayerOperands,
+    Workspace,
+    check_operands,
+)
+from loradock.engine.kernels.gpu.linear import launch_fused
+from loradock.engine.kernels.gpu.shrink_expand import (
+    launch_expand,
+    launch_shrink,
+    launch_sum_splits,
+)
+from loradock.engine.kernels.gpu.tile_configs import (
     LOOKUP,
     ExpertsConfig,
     LinearConfig,
@@ -40,9 +49,9 @@ from engine.kernels.gpu.tile_configs import (
     experts_regime_of,
     regime_of,
 )
-from engine.kernels.interface import Kernels
-from engine.kernels.operand_memo import OperandMemo
-from engine.kernels.operands import GroupBounds, Groups, LoRASlices
+from loradock.engine.kernels.interface import Kernels
+from loradock.engine.kernels.operand_memo import OperandMemo
+from loradock.engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
 Output = TypeVar("Output", bound=Tensor | Sequence[Tensor])
 Others = ParamSpec("Others")

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.common import (
+from loradock.engine.kernels.gpu.common import (
     add_to_output,
     b_offset,
     find_slice,
@@ -26,15 +26,15 @@ from engine.kernels.gpu.common import (
     shrink_block,
     sum_parts,
 )
-from engine.kernels.gpu.launch import (
+from loradock.engine.kernels.gpu.launch import (
     LayerOperands,
     expand_constants,
     shrink_constants,
     sum_constants,
     tile_table,
 )
-from engine.kernels.gpu.tile_configs import ExpandConfig, ShrinkConfig
-from engine.kernels.operands import Groups
+from loradock.engine.kernels.gpu.tile_configs import ExpandConfig, ShrinkConfig
+from loradock.engine.kernels.operands import Groups
 
 
 @triton.jit

@@ -15,7 +15,7 @@ The regimes:
 
 from typing import Final, NamedTuple
 
-from engine.kernels.operands import TILE_ROWS, GroupBounds
+from loradock.engine.kernels.operands import TILE_ROWS, GroupBounds
 
 SHORT, LONG = TILE_ROWS
 

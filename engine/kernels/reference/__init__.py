@@ -2,16 +2,16 @@
 
 from functools import partial
 
-from engine.kernels.interface import Kernels
-from engine.kernels.reference.embedding import embedding_reference
-from engine.kernels.reference.experts import (
+from loradock.engine.kernels.interface import Kernels
+from loradock.engine.kernels.reference.embedding import embedding_reference
+from loradock.engine.kernels.reference.experts import (
     experts_expand_reference,
     experts_reference,
     experts_shrink_reference,
 )
-from engine.kernels.reference.linear import linear_reference
-from engine.kernels.reference.matmul import blas_matmul, ordered_matmul
-from engine.kernels.reference.shrink_expand import expand_reference, shrink_reference
+from loradock.engine.kernels.reference.linear import linear_reference
+from loradock.engine.kernels.reference.matmul import blas_matmul, ordered_matmul
+from loradock.engine.kernels.reference.shrink_expand import expand_reference, shrink_reference
 
 
 def reference_kernels(batch_invariant: bool) -> Kernels:

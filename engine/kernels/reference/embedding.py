@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from engine.kernels.checks import check_embedding
-from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
-from engine.kernels.reference.matmul import Matmul, blas_matmul
+from loradock.engine.kernels.checks import check_embedding
+from loradock.engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
+from loradock.engine.kernels.reference.matmul import Matmul, blas_matmul
 
 
 def embedding_reference(

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.checks import check_experts, check_experts_expand, check_experts_shrink
-from engine.kernels.expert_groups import ExpertGroups
-from engine.kernels.operands import LoRASlices, accumulator_dtype
-from engine.kernels.reference.matmul import Matmul, blas_matmul
+from loradock.engine.kernels.checks import check_experts, check_experts_expand, check_experts_shrink
+from loradock.engine.kernels.expert_groups import ExpertGroups
+from loradock.engine.kernels.operands import LoRASlices, accumulator_dtype
+from loradock.engine.kernels.reference.matmul import Matmul, blas_matmul
 
 
 def experts_reference(

@@ -4,9 +4,9 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from engine.kernels.checks import check_linear
-from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
-from engine.kernels.reference.matmul import Matmul, blas_matmul
+from loradock.engine.kernels.checks import check_linear
+from loradock.engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
+from loradock.engine.kernels.reference.matmul import Matmul, blas_matmul
 
 
 def linear_reference(

@@ -4,9 +4,9 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from engine.kernels.checks import check_expand, check_shrink
-from engine.kernels.operands import Groups, LoRASlices
-from engine.kernels.reference.matmul import Matmul, blas_matmul
+from loradock.engine.kernels.checks import check_expand, check_shrink
+from loradock.engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.kernels.reference.matmul import Matmul, blas_matmul
 
 
 def shrink_reference(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.errors import ModelRefused
-from engine.models.library.caches import (
+from loradock.engine.errors import ModelRefused
+from loradock.engine.models.library.caches import (
     Cache,
     CacheLayerMixin,
     DummyLayer,

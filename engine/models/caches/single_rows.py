@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.models.caches.layer_states import states_bytes
-from engine.models.caches.module_states import (
+from loradock.engine.models.caches.layer_states import states_bytes
+from loradock.engine.models.caches.module_states import (
     ModuleState,
     ModuleValues,
     read_states,
     write_states,
 )
-from engine.models.caches.row_cache import RowStates
-from engine.models.library.generation import next_inputs, state_after
-from engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.caches.row_cache import RowStates
+from loradock.engine.models.library.generation import next_inputs, state_after
+from loradock.engine.models.library.registry import PreTrainedModel
 
 
 @dataclass

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from engine.models.caches.layer_states import (
+from loradock.engine.models.caches.layer_states import (
     copy_layer,
     join_layers,
     own_cache,
     states_bytes,
     take_rows,
 )
-from engine.models.caches.row_cache import RowStates
-from engine.models.library.caches import DynamicCache
+from loradock.engine.models.caches.row_cache import RowStates
+from loradock.engine.models.library.caches import DynamicCache
 
 
 class StateCache(RowStates):

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 import torch.distributed
 
-from engine.parallel import is_rank
+from loradock.engine.parallel import is_rank
 
 _COMPILER: Final = "torch._dynamo"
 _MARKS: Final = ("allow_in_graph", "assume_constant_result", "disable")

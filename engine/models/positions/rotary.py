@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.errors import MODEL_CODE_ERRORS
-from engine.models.library.caches import DynamicCache
-from engine.models.library.generation import cache_argument
-from engine.models.library.registry import PreTrainedModel
+from loradock.engine.errors import MODEL_CODE_ERRORS
+from loradock.engine.models.library.caches import DynamicCache
+from loradock.engine.models.library.generation import cache_argument
+from loradock.engine.models.library.registry import PreTrainedModel
 
 _LONGROPE: Final = "longrope"
 _DYNAMIC: Final = "dynamic"

@@ -6,17 +6,17 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from engine.errors import MODEL_CODE_ERRORS, ModelRefused
-from engine.models.trials.comparison import (
+from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused
+from loradock.engine.models.trials.comparison import (
     Compared,
     RunFailed,
     check_same,
     located,
     relative_difference,
 )
-from engine.models.trials.difference import Aligned
-from engine.models.trials.observation import SHORT
-from engine.models.trials.probe import (
+from loradock.engine.models.trials.difference import Aligned
+from loradock.engine.models.trials.observation import SHORT
+from loradock.engine.models.trials.probe import (
     Forward,
     MakeCache,
     PoolingForward,

@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ModelNotRun, ModelRefused
-from engine.models.trials.difference import Aligned, failing_module, first_difference
+from loradock.engine.errors import ModelNotRun, ModelRefused
+from loradock.engine.models.trials.difference import Aligned, failing_module, first_difference
 
 ERRORS_MAX: Final = {torch.float64: 1e-3, torch.float32: 1e-3}
 """The relative norm by which a padded row may differ from the same row alone."""

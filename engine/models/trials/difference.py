@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from engine.errors import MODEL_CODE_ERRORS
+from loradock.engine.errors import MODEL_CODE_ERRORS
 
 
 class Forwarded(NamedTuple):

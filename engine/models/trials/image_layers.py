@@ -14,10 +14,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from engine.errors import MODEL_CODE_ERRORS, ModelRefused
-from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
-from engine.models.trials.observation import RecordedInput, input_hooks, share_inputs
-from engine.models.vision.encoder import GRID, PIXELS, SIZES, ImagePart, ImageTensors, units_of
+from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused
+from loradock.engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.models.trials.observation import RecordedInput, input_hooks, share_inputs
+from loradock.engine.models.vision.encoder import (
+    GRID,
+    PIXELS,
+    SIZES,
+    ImagePart,
+    ImageTensors,
+    units_of,
+)
 
 _DIGEST_WIDTH: Final = 8
 _SIDES: Final = ((2, 2), (2, 5))

@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.errors import MODEL_CODE_ERRORS, ModelRefused
-from engine.models.caches.row_cache import RowCache
-from engine.models.trials.comparison import Compared, RunFailed, check_same
-from engine.models.trials.difference import Aligned
-from engine.models.trials.observation import (
+from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused
+from loradock.engine.models.caches.row_cache import RowCache
+from loradock.engine.models.trials.comparison import Compared, RunFailed, check_same
+from loradock.engine.models.trials.difference import Aligned
+from loradock.engine.models.trials.observation import (
     EVERY_TOKEN,
     LONG,
     SAMPLED_ROWS,
@@ -26,7 +26,7 @@ from engine.models.trials.observation import (
     RowShapes,
     recording,
 )
-from engine.models.vision.image_inputs import ImageInputs, position_offsets
+from loradock.engine.models.vision.image_inputs import ImageInputs, position_offsets
 
 Forward = Callable[[Tensor, Any, Sequence[ImageInputs | None]], Tensor]
 """The signature of `CausalModel.forward`, whose second argument is a `RowCache`."""
@@ -41,7 +41,7 @@ WholeForward = Callable[[Sequence[int]], Tensor]
 """Returns the logits after a text, [1 or tokens, vocabulary], from one forward without a cache."""
 
 GeneratedLogits = Callable[[Sequence[int], Sequence[int]], Tensor]
-"""The signature of `engine.models.library.generation.generated_logits` for one model."""
+"""The signature of `loradock.engine.models.library.generation.generated_logits` for one model."""
 
 Prompts = Sequence[Sequence[int]]
 

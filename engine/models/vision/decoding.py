@@ -12,8 +12,8 @@ from typing import Final
 
 from PIL import Image, ImageOps
 
-from engine.errors import MODEL_CODE_ERRORS, RequestRefused
-from messages.prompts import IMAGE_BYTES_MAX
+from loradock.engine.errors import MODEL_CODE_ERRORS, RequestRefused
+from loradock.messages.prompts import IMAGE_BYTES_MAX
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF")
 """The formats that are read; no input reaches other decoders of the library."""

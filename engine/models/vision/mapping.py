@@ -15,11 +15,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import Groups, LoRASlices, RowOrder
-from engine.models.vision.encoder import ImagePart, ImageTensors, units_of
-from engine.models.vision.image_inputs import ImageInputs
-from engine.punica.mapping import LoRAMapping, MappingType
-from engine.punica.wrapper import PunicaWrapper
+from loradock.engine.kernels.operands import Groups, LoRASlices, RowOrder
+from loradock.engine.models.vision.encoder import ImagePart, ImageTensors, units_of
+from loradock.engine.models.vision.image_inputs import ImageInputs
+from loradock.engine.punica.mapping import LoRAMapping, MappingType
+from loradock.engine.punica.wrapper import PunicaWrapper
 
 IMAGE_PARTS: Final = (MappingType.TOWER, MappingType.CONNECTOR)
 """The parts of a model that read images."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from engine.models.library.weights import set_tqdm_hook
+from loradock.engine.models.library.weights import set_tqdm_hook
 
 INTERVAL_S: Final = 5.0
 """The time between two reports."""

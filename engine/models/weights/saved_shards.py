@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.models.library.registry import PreTrainedModel
-from engine.models.library.weights import (
+from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.library.weights import (
     Concatenate,
     MergeModulelist,
     WeightConverter,
@@ -24,7 +24,7 @@ from engine.models.library.weights import (
     get_model_conversion_mapping,
     rename_source_key,
 )
-from engine.parallel import WHOLE_PARAMETER, ParameterShard
+from loradock.engine.parallel import WHOLE_PARAMETER, ParameterShard
 
 _WHOLE_FILE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"

@@ -7,9 +7,13 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from engine.models.library.registry import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from engine.models.weights.saved_shards import NotInParts, SavedShards
-from engine.parallel import ParameterShard
+from loradock.engine.models.library.registry import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from loradock.engine.models.weights.saved_shards import NotInParts, SavedShards
+from loradock.engine.parallel import ParameterShard
 
 LOCAL: Final[Mapping[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of every load: no network, no code from the directory."""

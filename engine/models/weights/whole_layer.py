@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from engine.parallel import WHOLE_PARAMETER, ParallelGroup, ParameterShard
+from loradock.engine.parallel import WHOLE_PARAMETER, ParallelGroup, ParameterShard
 
 
 class WholeLayer:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from controller.core.limits import Limits, LimitsError, check_limits
-from messages import commands, records, requests
-from messages.errors import ErrorCode
-from messages.requests import (
+from loradock.controller.core.limits import Limits, LimitsError, check_limits
+from loradock.messages import commands, records, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.requests import (
     ActivateAdapter,
     ActivateBatch,
     AdapterDone,

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from messages import records, requests
-from messages.errors import ErrorCode
+from loradock.messages import records, requests
+from loradock.messages.errors import ErrorCode
 from tests.support.simulation.workload import (
     CODES,
     NAMES,

@@ -3,7 +3,7 @@
 A file `rules-N-….jsonl` in `tests/histories` begins with a line with rules number, policy, limits
 and the final digest. Every further line is one `records.Record` in hexadecimal, some of them with
 the digest of the world before it. A change of what the core decides changes a digest. It then needs
-a new number (`controller.core.limits.RULES`) and new histories, next to the old ones:
+a new number (`loradock.controller.core.limits.RULES`) and new histories, next to the old ones:
 
     python -m tests.controller.core.test_controller_histories
 
@@ -17,9 +17,9 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from controller.core.controller import Controller
-from controller.core.limits import RULES, RULES_READ, limits_from, limits_to
-from messages.records import Input, Record, RecordOfFormat1
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import RULES, RULES_READ, limits_from, limits_to
+from loradock.messages.records import Input, Record, RecordOfFormat1
 from tests.support.simulation.workload import random_history
 
 HISTORIES = Path(__file__).parents[2] / "histories"

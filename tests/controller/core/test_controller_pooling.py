@@ -2,10 +2,10 @@
 
 import pytest
 
-from messages import commands, events, records, requests
-from messages.errors import ErrorCode
-from messages.requests import PoolingDone, Refused
-from messages.views import PoolingTask
+from loradock.messages import commands, events, records, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.requests import PoolingDone, Refused
+from loradock.messages.views import PoolingTask
 from tests.support.simulation.core_bench import CoreBench
 
 TASKS = ("embed", "classify")

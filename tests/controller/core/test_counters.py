@@ -1,24 +1,24 @@
 """Counters per adapter: what is counted, for which adapter, and that nothing is lost with it.
 
-`controller.core.invariants` compares the sums with the tiers and slots after every input.
+`loradock.controller.core.invariants` compares the sums with the tiers and slots after every input.
 """
 
 from typing import Any
 
 import pytest
 
-from controller.core.invariants import InvariantError, check
-from controller.core.tables.counters import TIME_IN
-from controller.core.views import show_adapter, show_status
-from messages import records, requests
-from messages.requests import (
+from loradock.controller.core.invariants import InvariantError, check
+from loradock.controller.core.tables.counters import TIME_IN
+from loradock.controller.core.views import show_adapter, show_status
+from loradock.messages import records, requests
+from loradock.messages.requests import (
     ActivateAdapter,
     EvictAdapter,
     LoadAdapter,
     RemoveAdapter,
     StageAdapter,
 )
-from messages.views import AdapterCounters
+from loradock.messages.views import AdapterCounters
 from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.engine_records import Content
 

@@ -1,10 +1,16 @@
 """Attachment and loss of the engine, expired deadlines, and failures."""
 
-from controller.core.controller import Controller
-from controller.core.limits import Limits
-from messages import commands, events, records, reports, requests
-from messages.errors import ErrorCode
-from messages.requests import ActivateAdapter, AdapterDone, HoldAdapter, LoadAdapter, Refused
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import Limits
+from loradock.messages import commands, events, records, reports, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.requests import (
+    ActivateAdapter,
+    AdapterDone,
+    HoldAdapter,
+    LoadAdapter,
+    Refused,
+)
 from tests.support.simulation.core_bench import CoreBench
 
 

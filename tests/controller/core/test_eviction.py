@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.controller import Controller
-from controller.core.eviction import POLICIES
-from controller.core.limits import RULES_READ
-from messages import requests as rq
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.eviction import POLICIES
+from loradock.controller.core.limits import RULES_READ
+from loradock.messages import requests as rq
 from tests.support.simulation.core_bench import CoreBench
 
 PREPARED: dict[str, type] = {

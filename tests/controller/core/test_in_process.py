@@ -4,12 +4,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from controller.core.context import Refusal
-from controller.core.in_process import InProcessController
-from controller.core.limits import Limits
-from messages import commands, events, reports, requests
-from messages.errors import ErrorCode
-from messages.ids import EVICTED, GPU_SLOT, PINNED
+from loradock.controller.core.context import Refusal
+from loradock.controller.core.in_process import InProcessController
+from loradock.controller.core.limits import Limits
+from loradock.messages import commands, events, reports, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import EVICTED, GPU_SLOT, PINNED
 
 SUCCESS = {
     commands.LoadWeights: reports.WeightsLoaded,

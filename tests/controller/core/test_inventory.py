@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.core.controller import Controller
-from controller.core.invariants import InvariantError, check, excess
-from controller.core.limits import Limits
-from messages import commands, records, reports, requests
-from messages.errors import ErrorCode
-from messages.requests import ActivateAdapter, AdapterDone, LoadAdapter
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.invariants import InvariantError, check, excess
+from loradock.controller.core.limits import Limits
+from loradock.messages import commands, records, reports, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.requests import ActivateAdapter, AdapterDone, LoadAdapter
 from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.engine_records import EngineAdapter
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from controller.core.actions import RestartEngine
-from messages import commands, events, records, requests
-from messages.errors import ErrorCode
+from loradock.controller.core.actions import RestartEngine
+from loradock.messages import commands, events, records, requests
+from loradock.messages.errors import ErrorCode
 from tests.support.simulation.core_bench import CoreBench
 
 TIMEOUT_MS = 100

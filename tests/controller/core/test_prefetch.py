@@ -2,9 +2,9 @@
 
 import pytest
 
-from messages import commands, records, requests
-from messages.errors import ErrorCode
-from messages.requests import (
+from loradock.messages import commands, records, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.requests import (
     ActivateAdapter,
     EvictAdapter,
     HoldAdapter,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.core.reconcile import (
+from loradock.controller.core.reconcile import (
     NEXT_STEP,
     drop,
     forget,
@@ -17,9 +17,9 @@ from controller.core.reconcile import (
     unstage,
     write,
 )
-from controller.states.machine import next_state
-from controller.states.table import RESIDENCY_LEVEL, STATES
-from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
+from loradock.controller.states.machine import next_state
+from loradock.controller.states.table import RESIDENCY_LEVEL, STATES
+from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
 
 INPUT_AFTER: dict[Callable[..., Any], str] = {
     load: "WeightsLoaded",

@@ -6,11 +6,11 @@ each one runs on the content that its name stood for.
 
 import pytest
 
-from controller.core.views import show_adapter
-from controller.core.world import Adapter
-from messages import commands, events, records
-from messages import requests as rq
-from messages.errors import ErrorCode
+from loradock.controller.core.views import show_adapter
+from loradock.controller.core.world import Adapter
+from loradock.messages import commands, events, records
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
 from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.engine_records import Content
 

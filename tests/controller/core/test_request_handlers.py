@@ -2,9 +2,9 @@
 
 import pytest
 
-from messages import events, records, requests
-from messages.errors import ErrorCode
-from messages.requests import (
+from loradock.messages import events, records, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.requests import (
     ActivateAdapter,
     ActivateBatch,
     AdapterDone,

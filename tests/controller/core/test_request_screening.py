@@ -4,12 +4,12 @@ That screening refuses what handling would is checked for every input of every h
 `tests/support/simulation/deployment.py`.
 """
 
-from controller.core.actions import SendReply
-from controller.core.controller import Controller
-from controller.core.limits import Limits
-from controller.core.request_handlers import Pending
-from messages import requests as rq
-from messages.errors import ErrorCode
+from loradock.controller.core.actions import SendReply
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import Limits
+from loradock.controller.core.request_handlers import Pending
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
 
 
 def test_a_request_is_known_by_its_id_and_its_body() -> None:

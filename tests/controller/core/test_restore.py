@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.actions import SetTimer
-from controller.core.controller import Controller
-from controller.core.limits import Limits
-from controller.core.restore import derive
-from controller.core.tables.counters import Counters
-from controller.core.tables.digest_dict import DigestDict
-from controller.core.world import Operation, World
-from messages import commands
-from messages.prompts import Sampling, Truncation
-from messages.records import Record
+from loradock.controller.core.actions import SetTimer
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import Limits
+from loradock.controller.core.restore import derive
+from loradock.controller.core.tables.counters import Counters
+from loradock.controller.core.tables.digest_dict import DigestDict
+from loradock.controller.core.world import Operation, World
+from loradock.messages import commands
+from loradock.messages.prompts import Sampling, Truncation
+from loradock.messages.records import Record
 from tests.support.simulation.workload import random_history
 
 IN_DIGEST = {

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from messages import requests
-from messages.errors import ErrorCode
+from loradock.messages import requests
+from loradock.messages.errors import ErrorCode
 from tests.support.simulation.core_bench import NAMES, CoreBench
 from tests.support.simulation.engine_records import Content
 

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from controller.core.actions import SendCommand
-from controller.core.context import Refusal
-from controller.core.controller import Controller
-from controller.core.limits import Limits
-from controller.core.views import AdapterPages, list_adapters, show_adapter, show_status
-from messages import commands, records, reports
-from messages import requests as rq
-from messages.errors import ErrorCode
+from loradock.controller.core.actions import SendCommand
+from loradock.controller.core.context import Refusal
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import Limits
+from loradock.controller.core.views import AdapterPages, list_adapters, show_adapter, show_status
+from loradock.messages import commands, records, reports
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
 
 LIMITS = Limits(slots_max=2, host_adapters_max=5)
 ENGINE = reports.EngineInventory("e", 4242, "tiny", 2, 1 << 20)

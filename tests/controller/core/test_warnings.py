@@ -5,15 +5,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from controller.core.controller import Controller
-from controller.core.views import list_adapters
-from controller.log.exports import decode_export, export_state, import_state
-from controller.log.replay import replay
-from controller.log.retention import Retention
-from controller.log.snapshotter import SnapshotOrder, make_snapshot
-from controller.log.writer import Log
-from messages import requests as rq
-from messages.records import Record
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.views import list_adapters
+from loradock.controller.log.exports import decode_export, export_state, import_state
+from loradock.controller.log.replay import replay
+from loradock.controller.log.retention import Retention
+from loradock.controller.log.snapshotter import SnapshotOrder, make_snapshot
+from loradock.controller.log.writer import Log
+from loradock.messages import requests as rq
+from loradock.messages.records import Record
 from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.engine_records import Content, EngineAdapter
 from tests.support.simulation.logged_histories import header_of

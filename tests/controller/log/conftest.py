@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from controller.log import storage
+from loradock.controller.log import storage
 
 
 @pytest.fixture

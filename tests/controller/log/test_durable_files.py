@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.log.durable_files import CHUNK_BYTES, write_file
-from controller.log.event_files import EVENTS_PER_FRAME, EventWriter
-from controller.log.storage import Storage
-from messages.events import AdapterCached, Published
+from loradock.controller.log.durable_files import CHUNK_BYTES, write_file
+from loradock.controller.log.event_files import EVENTS_PER_FRAME, EventWriter
+from loradock.controller.log.storage import Storage
+from loradock.messages.events import AdapterCached, Published
 
 pytestmark = pytest.mark.usefixtures("without_fsync")
 

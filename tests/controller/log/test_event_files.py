@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.log.event_files import (
+from loradock.controller.log.event_files import (
     EVENTS_PER_FRAME,
     EventReader,
     EventWriter,
@@ -19,9 +19,9 @@ from controller.log.event_files import (
     event_frames,
     first_seq_of,
 )
-from controller.log.format import LogForeign
-from controller.log.storage import Storage
-from messages.events import AdapterCached, Published
+from loradock.controller.log.format import LogForeign
+from loradock.controller.log.storage import Storage
+from loradock.messages.events import AdapterCached, Published
 from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import flip
 from tests.support.simulation.memory_storage import MemoryStorage

@@ -13,23 +13,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.core.limits import RULES
-from controller.core.world import Adapter
-from controller.log.exports import (
+from loradock.controller.core.limits import RULES
+from loradock.controller.core.world import Adapter
+from loradock.controller.log.exports import (
     ExportedState,
     ImportRefusedError,
     decode_export,
     export_state,
     import_state,
 )
-from controller.log.format import LogForeign
-from controller.log.replay import check_rules, replay
-from controller.log.retention import Retention
-from controller.log.segments import verify
-from controller.log.snapshotter import SnapshotOrder, make_snapshot
-from controller.log.writer import Log
-from messages.records import ControllerStarted, Record
-from messages.reports import EngineInventory
+from loradock.controller.log.format import LogForeign
+from loradock.controller.log.replay import check_rules, replay
+from loradock.controller.log.retention import Retention
+from loradock.controller.log.segments import verify
+from loradock.controller.log.snapshotter import SnapshotOrder, make_snapshot
+from loradock.controller.log.writer import Log
+from loradock.messages.records import ControllerStarted, Record
+from loradock.messages.reports import EngineInventory
 from tests.support.simulation.log_examples import Crash, CrashingDisk, write_with
 from tests.support.simulation.logged_histories import header_of, write_history
 from tests.support.sources import ROOT

@@ -4,15 +4,15 @@ from random import Random
 
 import pytest
 
-from controller.log.flipped_bits import (
+from loradock.controller.log.flipped_bits import (
     START_BYTES_MAX,
     Flip,
     SearchTooLongError,
     flipped_bit,
     with_flip,
 )
-from controller.log.format import CHAIN_START, ChainLink, frame_header, frame_records
-from messages.records import Record, TimerFired
+from loradock.controller.log.format import CHAIN_START, ChainLink, frame_header, frame_records
+from loradock.messages.records import Record, TimerFired
 from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import HEADER, make_records
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.log.flipped_bits import START_BYTES_MAX, flipped_bit
-from controller.log.format import (
+from loradock.controller.log.flipped_bits import START_BYTES_MAX, flipped_bit
+from loradock.controller.log.format import (
     CHAIN_START,
     HEAD_BYTES,
     MARKER,
@@ -22,7 +22,7 @@ from controller.log.format import (
     whole_frame,
     whole_frames,
 )
-from messages.records import FORMAT, Record, TimerFired
+from loradock.messages.records import FORMAT, Record, TimerFired
 from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import HEADER, make_records
 
@@ -243,13 +243,15 @@ def test_an_interrupted_scan_can_be_continued(image: Image) -> None:
 
 
 def test_a_record_that_is_too_long_is_not_framed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.log.format.RECORD_BYTES_MAX", 100)
+    monkeypatch.setattr("loradock.controller.log.format.RECORD_BYTES_MAX", 100)
     fits, too_long = Record(1, TimerFired(), "c" * 60), Record(1, TimerFired(), "c" * 100)
     assert len(frame_records([fits], 1, CHAIN_START)[0]) == 1
     with pytest.raises(ValueError, match="at most 100"):
         frame_records([fits, too_long], 1, CHAIN_START)
     data = frame_records([fits], 1, CHAIN_START)[0][0]
-    monkeypatch.setattr("controller.log.format.RECORD_BYTES_MAX", len(data) - HEAD_BYTES - 1)
+    monkeypatch.setattr(
+        "loradock.controller.log.format.RECORD_BYTES_MAX", len(data) - HEAD_BYTES - 1
+    )
     assert whole_frame(data, 0) is None
     assert next(Scan(data, 0, CHAIN_START).frames(), None) is None
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from controller.log.storage import DISK, Storage
+from loradock.controller.log.storage import DISK, Storage
 from tests.support.simulation.memory_storage import Faults, MemoryStorage
 
 DIRECTORY = Path("/log")

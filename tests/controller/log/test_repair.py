@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from controller.log.format import LogBusy, LogFull, whole_frames
-from controller.log.repair import repair, repair_plan
-from controller.log.replay import replay
-from controller.log.retention import Retention
-from controller.log.segments import read, segment_paths, verify
-from controller.log.snapshotter import SnapshotOrder, make_snapshot
-from controller.log.writer import Log
+from loradock.controller.log.format import LogBusy, LogFull, whole_frames
+from loradock.controller.log.repair import repair, repair_plan
+from loradock.controller.log.replay import replay
+from loradock.controller.log.retention import Retention
+from loradock.controller.log.segments import read, segment_paths, verify
+from loradock.controller.log.snapshotter import SnapshotOrder, make_snapshot
+from loradock.controller.log.writer import Log
 from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import (
     HEADER,

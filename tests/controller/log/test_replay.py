@@ -7,24 +7,24 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from controller.core.actions import Action, PublishEvent
-from controller.core.controller import Controller
-from controller.core.invariants import check
-from controller.core.limits import RULES, Limits, limits_to
-from controller.log.format import LogForeign
-from controller.log.replay import replay, replay_with_policy
-from controller.log.writer import Log
-from messages.base import Message
-from messages.events import AdapterReleased
-from messages.records import FORMAT, ControllerStarted, Header, Input, Record
-from messages.reports import (
+from loradock.controller.core.actions import Action, PublishEvent
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.invariants import check
+from loradock.controller.core.limits import RULES, Limits, limits_to
+from loradock.controller.log.format import LogForeign
+from loradock.controller.log.replay import replay, replay_with_policy
+from loradock.controller.log.writer import Log
+from loradock.messages.base import Message
+from loradock.messages.events import AdapterReleased
+from loradock.messages.records import FORMAT, ControllerStarted, Header, Input, Record
+from loradock.messages.reports import (
     AdapterChecked,
     EngineInventory,
     SlotWritten,
     WeightsLoaded,
     WeightsStaged,
 )
-from messages.requests import HoldAdapter, ReleaseAdapter
+from loradock.messages.requests import HoldAdapter, ReleaseAdapter
 from tests.support.simulation.workload import random_history
 
 LIMITS = Limits(slots_max=2, host_adapters_max=4)

@@ -9,11 +9,17 @@ from random import Random
 import msgspec
 import pytest
 
-from controller.log.format import CHAIN_START, LogDamaged, LogForeign, frame_header, frame_records
-from controller.log.segments import read, segments, verify
-from controller.log.writer import Log
-from messages.errors import ErrorCode
-from messages.records import Record
+from loradock.controller.log.format import (
+    CHAIN_START,
+    LogDamaged,
+    LogForeign,
+    frame_header,
+    frame_records,
+)
+from loradock.controller.log.segments import read, segments, verify
+from loradock.controller.log.writer import Log
+from loradock.messages.errors import ErrorCode
+from loradock.messages.records import Record
 from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import HEADER, files, flip, make_records, write
 

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import xxhash
 
-from controller.core.invariants import check
-from controller.core.limits import RULES, RULES_READ
-from controller.log import snapshots
-from controller.log.format import LogDamaged
-from controller.log.replay import ReplayResult, replay
-from controller.log.retention import Retention
-from controller.log.segments import segment_path, segment_paths
-from controller.log.snapshots import (
+from loradock.controller.core.invariants import check
+from loradock.controller.core.limits import RULES, RULES_READ
+from loradock.controller.log import snapshots
+from loradock.controller.log.format import LogDamaged
+from loradock.controller.log.replay import ReplayResult, replay
+from loradock.controller.log.retention import Retention
+from loradock.controller.log.segments import segment_path, segment_paths
+from loradock.controller.log.snapshots import (
     SnapshotInvalidError,
     decode_snapshot,
     drop_snapshots,
@@ -33,8 +33,8 @@ from controller.log.snapshots import (
     take_snapshot,
     write_snapshot,
 )
-from controller.log.snapshotter import SnapshotOrder, make_snapshot
-from messages.records import FORMAT
+from loradock.controller.log.snapshotter import SnapshotOrder, make_snapshot
+from loradock.messages.records import FORMAT
 from tests.support.simulation.log_examples import flip
 from tests.support.simulation.logged_histories import write_history
 from tests.support.sources import ROOT

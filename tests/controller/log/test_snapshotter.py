@@ -12,23 +12,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.actions import Action, PublishEvent, SetTimer
-from controller.log.event_files import EventReader, event_files
-from controller.log.format import LogError
-from controller.log.replay import replay
-from controller.log.retention import Retention, retention_from
-from controller.log.segments import segment_paths, verify
-from controller.log.snapshots import read_snapshot, restore_newest, snapshot_path, snapshot_paths
-from controller.log.snapshotter import (
+from loradock.controller.core.actions import Action, PublishEvent, SetTimer
+from loradock.controller.log.event_files import EventReader, event_files
+from loradock.controller.log.format import LogError
+from loradock.controller.log.replay import replay
+from loradock.controller.log.retention import Retention, retention_from
+from loradock.controller.log.segments import segment_paths, verify
+from loradock.controller.log.snapshots import (
+    read_snapshot,
+    restore_newest,
+    snapshot_path,
+    snapshot_paths,
+)
+from loradock.controller.log.snapshotter import (
     SnapshotOrder,
     SnapshotterBusyError,
     _locked,
     make_snapshot,
 )
-from controller.log.storage import DISK
-from controller.log.writer import Log
-from messages.events import Published
-from messages.ids import Seq
+from loradock.controller.log.storage import DISK
+from loradock.controller.log.writer import Log
+from loradock.messages.events import Published
+from loradock.messages.ids import Seq
 from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import Crash, CrashingDisk, flip, write_with
 from tests.support.simulation.logged_histories import (

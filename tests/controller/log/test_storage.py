@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from controller.log import storage
-from controller.log.storage import DISK, operations
+from loradock.controller.log import storage
+from loradock.controller.log.storage import DISK, operations
 
 
 class Operation:

@@ -5,13 +5,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.actions import Action, SetTimer
-from controller.core.controller import Controller
-from controller.core.invariants import check
-from controller.core.limits import Limits
-from controller.core.restore import derive
-from controller.core.world import World
-from controller.log.world_state import WorldState, encode_world, restore_world
+from loradock.controller.core.actions import Action, SetTimer
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.invariants import check
+from loradock.controller.core.limits import Limits
+from loradock.controller.core.restore import derive
+from loradock.controller.core.world import World
+from loradock.controller.log.world_state import WorldState, encode_world, restore_world
 from tests.support.simulation.logged_histories import fold, history
 
 STORED = WorldState.__struct_fields__

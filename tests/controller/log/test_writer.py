@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.log.format import LogBusy, LogForeign, LogFull, LogSyncFailed
-from controller.log.segments import read, segments, verify
-from controller.log.writer import Log, Recovered
-from messages.errors import ErrorCode
-from messages.records import Record, TimerFired
+from loradock.controller.log.format import LogBusy, LogForeign, LogFull, LogSyncFailed
+from loradock.controller.log.segments import read, segments, verify
+from loradock.controller.log.writer import Log, Recovered
+from loradock.messages.errors import ErrorCode
+from loradock.messages.records import Record, TimerFired
 from tests.support.simulation.log_examples import (
     HEADER,
     TIME_NS,

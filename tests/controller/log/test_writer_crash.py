@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from controller.log.segments import verify
-from controller.log.writer import Log
-from messages.records import Record
+from loradock.controller.log.segments import verify
+from loradock.controller.log.writer import Log
+from loradock.messages.records import Record
 from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import (
     HEADER,

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.log.format import LogFull, LogSyncFailed
-from controller.log.segments import read, verify
-from controller.log.writer import NO_SYNC_FAILED, Log
-from messages.records import Record
+from loradock.controller.log.format import LogFull, LogSyncFailed
+from loradock.controller.log.segments import read, verify
+from loradock.controller.log.writer import NO_SYNC_FAILED, Log
+from loradock.messages.records import Record
 from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import HEADER, make_records
 from tests.support.simulation.memory_storage import FALLIBLE, Faults, MemoryStorage

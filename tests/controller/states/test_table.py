@@ -8,11 +8,11 @@ import re
 import pytest
 from transitions import Machine, MachineError
 
-from controller.states.diagram import mermaid
-from controller.states.machine import NEXT_STATE, IllegalTransitionError, build, next_state
-from controller.states.table import RESIDENCY_LEVEL, STATES, TRANSITIONS
-from messages import records, reports
-from messages.ids import AdapterState
+from loradock.controller.states.diagram import mermaid
+from loradock.controller.states.machine import NEXT_STATE, IllegalTransitionError, build, next_state
+from loradock.controller.states.table import RESIDENCY_LEVEL, STATES, TRANSITIONS
+from loradock.messages import records, reports
+from loradock.messages.ids import AdapterState
 
 DESIGN: dict[tuple[AdapterState, str], AdapterState] = {
     ("unregistered", "WeightsLoaded"): "cpu-cached",

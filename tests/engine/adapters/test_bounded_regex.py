@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
-from engine.adapters import PEFTHelper, bounded_regex
-from engine.adapters.bounded_regex import PatternRefused, PatternTable
-from engine.errors import AdapterConfigRefused
+from loradock.engine.adapters import PEFTHelper, bounded_regex
+from loradock.engine.adapters.bounded_regex import PatternRefused, PatternTable
+from loradock.engine.errors import AdapterConfigRefused
 from tests.support.engine.adapter_examples import CONFIG
 
 CHARACTERS = st.sampled_from(

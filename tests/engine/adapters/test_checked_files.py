@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.checked_files import CheckedFiles
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.files import safetensors_reader
-from engine.adapters.files.weights_file import ValueRange, value_range
-from engine.errors import NotFinite
+from loradock.engine.adapters import LoadedAdapter, read_adapter
+from loradock.engine.adapters.checked_files import CheckedFiles
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.files import safetensors_reader
+from loradock.engine.adapters.files.weights_file import ValueRange, value_range
+from loradock.engine.errors import NotFinite
 from tests.support.engine.adapter_examples import LORA_CONFIG, MODULES, tensors, write
 
 

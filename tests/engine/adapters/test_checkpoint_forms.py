@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.adapters import (
+from loradock.engine.adapters import (
     LoRAModel,
     LoRARequest,
     MoEEPLoadSpec,
@@ -17,9 +17,9 @@ from engine.adapters import (
     WeightsMapper,
     get_adapter_absolute_path,
 )
-from engine.adapters.compatibility import AdapterTarget
-from engine.errors import AdapterDoesNotFit, AdapterNotFound, AdapterUnsound
-from engine.layout import ModuleKind, ModuleShape
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.errors import AdapterDoesNotFit, AdapterNotFound, AdapterUnsound
+from loradock.engine.layout import ModuleKind, ModuleShape
 from tests.support.engine.adapter_examples import (
     CONFIG,
     LORA_CONFIG,

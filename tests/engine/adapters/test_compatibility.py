@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.adapters import read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.files.problems import Problems
-from engine.config import DEFAULT_BOUNDS
-from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.layout import ModuleKind, ModuleShape
-from messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
-from messages.reports import OperationFailed
-from messages.wire import REPORTS
+from loradock.engine.adapters import read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.config import DEFAULT_BOUNDS
+from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
+from loradock.engine.layout import ModuleKind, ModuleShape
+from loradock.messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
+from loradock.messages.reports import OperationFailed
+from loradock.messages.wire import REPORTS
 from tests.support.engine.adapter_examples import (
     CONFIG,
     LORA_CONFIG,

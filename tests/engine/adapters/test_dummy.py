@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from engine.adapters.dummy import warmup_rank
-from engine.config import LoRAConfig
-from engine.layers.expert_layout import layout_of
-from engine.layout import columns_of_one_adapter
-from engine.manager import LRUCacheLoRAModelManager
-from engine.punica import LoRAMapping
+from loradock.engine.adapters.dummy import warmup_rank
+from loradock.engine.config import LoRAConfig
+from loradock.engine.layers.expert_layout import layout_of
+from loradock.engine.layout import columns_of_one_adapter
+from loradock.engine.manager import LRUCacheLoRAModelManager
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.dummies import MODELS, RANK_MAX, run_dummy
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_examples import SERVED_FAMILIES

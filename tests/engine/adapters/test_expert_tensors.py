@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit
-from engine.layout import ModuleKind, ModuleShape, ParameterRows, Shard
+from loradock.engine.adapters import LoadedAdapter, read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.layout import ModuleKind, ModuleShape, ParameterRows, Shard
 from tests.support.models.expert_adapters import (
     DOWN,
     GATE_UP,

@@ -7,14 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.adapters import (
+from loradock.engine.adapters import (
     LoRALayerWeights,
     LoRAModel,
     LoRARequest,
     PackedLoRALayerWeights,
     PEFTHelper,
 )
-from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, NotFinite, PathNotAllowed
+from loradock.engine.errors import (
+    AdapterConfigRefused,
+    AdapterDoesNotFit,
+    NotFinite,
+    PathNotAllowed,
+)
 from tests.support.engine.adapter_examples import CONFIG, Q, V, key, pair, tensors, write
 
 HELPER = PEFTHelper.from_dict(CONFIG)

@@ -21,13 +21,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.module_paths import Equivalence, ModulePathResolver, equivalences_of
-from engine.adapters.tensor_names import EMBEDDING_NAMES
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit
-from engine.layout import ModuleKind, ModuleShape
+from loradock.engine.adapters import LoadedAdapter, read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.module_paths import Equivalence, ModulePathResolver, equivalences_of
+from loradock.engine.adapters.tensor_names import EMBEDDING_NAMES
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.layout import ModuleKind, ModuleShape
 from tests.support.models.architectures import ARCHITECTURES
 
 TEXT: dict[str, Any] = {

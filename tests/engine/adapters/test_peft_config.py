@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine.adapters import PEFTHelper
-from engine.config import LoRAConfig
-from engine.errors import EngineError
-from messages.errors import ErrorCode
+from loradock.engine.adapters import PEFTHelper
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import EngineError
+from loradock.messages.errors import ErrorCode
 from tests.support.engine.adapter_examples import (
     CONFIG,
     DOWN,

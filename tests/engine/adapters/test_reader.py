@@ -11,13 +11,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.adapters import read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.config import LoRAConfig
-from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError
-from engine.layout import ModuleShape
-from engine.residency.staging import stage
-from messages.errors import ErrorCode
+from loradock.engine.adapters import read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError
+from loradock.engine.layout import ModuleShape
+from loradock.engine.residency.staging import stage
+from loradock.messages.errors import ErrorCode
 from tests.support.engine.adapter_examples import (
     CONFIG,
     Q,

@@ -9,13 +9,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
-from engine.adapters.base_copies import HeldWeight
-from engine.adapters.compatibility import AdapterTarget
-from engine.config import LoRAConfig
-from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError, NotFinite
-from engine.layout import ModuleKind, ModuleShape, Shard
-from engine.residency.staging import stage
+from loradock.engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
+from loradock.engine.adapters.base_copies import HeldWeight
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError, NotFinite
+from loradock.engine.layout import ModuleKind, ModuleShape, Shard
+from loradock.engine.residency.staging import stage
 from tests.support.engine.adapter_examples import (
     CONFIG,
     LORA_CONFIG,

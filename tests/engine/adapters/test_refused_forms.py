@@ -6,18 +6,18 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from engine.adapters import LoRARequest
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit
-from engine.layers import (
+from loradock.engine.adapters import LoRARequest
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.layers import (
     BaseLayerWithLoRA,
     ColumnParallelLinearWithLoRA,
     ConvolutionWithLoRA,
     RouterWithLoRA,
     RowParallelLinearWithLoRA,
 )
-from engine.layers.experts import ExpertsWithLoRA
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.layers.experts import ExpertsWithLoRA
+from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
 
 
 class Rounded(nn.Linear):

@@ -9,11 +9,11 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.adapters import read_adapter, saved_tokenizer
-from engine.adapters.checked_files import CheckedFiles
-from engine.adapters.saved_tokenizer import BaseTokenizer
-from engine.config import LoRAConfig
-from engine.models.loading import prepare_loaded
+from loradock.engine.adapters import read_adapter, saved_tokenizer
+from loradock.engine.adapters.checked_files import CheckedFiles
+from loradock.engine.adapters.saved_tokenizer import BaseTokenizer
+from loradock.engine.config import LoRAConfig
+from loradock.engine.models.loading import prepare_loaded
 from tests.support.parallel.processes import TINY
 
 MODEL = TINY / "model"

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 
-from engine.adapters import PEFTHelper
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.files.problems import Problems
-from engine.adapters.targets import check_targets
-from engine.config import LoRAConfig
-from engine.layout import ModuleShape
-from messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX
+from loradock.engine.adapters import PEFTHelper
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.adapters.targets import check_targets
+from loradock.engine.config import LoRAConfig
+from loradock.engine.layout import ModuleShape
+from loradock.messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX
 
 LAYERS = range(12)
 ATTENTION = ("self_attn.q_proj", "self_attn.o_proj")

@@ -9,8 +9,13 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from engine.inference.detokenizer import PENDING_TOKENS_MAX, REPLACEMENT, Detokenizer, StopFilter
 from examples.tiny_recipe import BOS_ID, EOS_ID, PAD_ID, build_tokenizer
+from loradock.engine.inference.detokenizer import (
+    PENDING_TOKENS_MAX,
+    REPLACEMENT,
+    Detokenizer,
+    StopFilter,
+)
 
 TOKENIZER = build_tokenizer()
 """A token is a byte, so every character beyond ASCII is several tokens."""

@@ -10,15 +10,15 @@ import pytest
 import torch
 from peft import PeftModel
 
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.inference import padded_batch
-from engine.layout import columns_of_one_adapter
-from engine.models.causal_model import CausalModel
-from engine.punica import PunicaWrapper
-from messages.errors import ErrorCode
-from messages.prompts import Sampling
-from messages.reports import GenerationEnded, OperationFailed
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import EngineError
+from loradock.engine.inference import padded_batch
+from loradock.engine.layout import columns_of_one_adapter
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.punica import PunicaWrapper
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import Sampling
+from loradock.messages.reports import GenerationEnded, OperationFailed
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, GenerationBench
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)

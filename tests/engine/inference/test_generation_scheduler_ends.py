@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.inference import output_cache
-from engine.models.causal_model import CausalModel
 from examples.tiny_recipe import BOS_ID
-from messages.errors import ErrorCode
-from messages.prompts import Prompt, Sampling
-from messages.reports import GenerationEnded
-from messages.requests import TokensStreamed
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import EngineError
+from loradock.engine.inference import output_cache
+from loradock.engine.models.causal_model import CausalModel
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import Prompt, Sampling
+from loradock.messages.reports import GenerationEnded
+from loradock.messages.requests import TokensStreamed
 from tests.support.engine.engine_examples import CONTEXT_TOKENS_MAX, VOCABULARY
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, SIXTEEN, GenerationBench
 

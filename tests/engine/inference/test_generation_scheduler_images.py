@@ -11,16 +11,16 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from engine.errors import Conflict, EngineOverloaded, RequestRefused
-from engine.inference import forward_runner, padded_batch, prompt_reader
-from engine.inference.decoding.decode import StaticDecode
-from engine.inference.prompt_prefetch import PREFETCHED_MAX
-from engine.jobs import FinishedJob
-from engine.paging.block_pool import BLOCK_TOKENS
-from messages.errors import ErrorCode
-from messages.ids import OpId
-from messages.prompts import Sampling
-from messages.reports import GenerationEnded, OperationFailed
+from loradock.engine.errors import Conflict, EngineOverloaded, RequestRefused
+from loradock.engine.inference import forward_runner, padded_batch, prompt_reader
+from loradock.engine.inference.decoding.decode import StaticDecode
+from loradock.engine.inference.prompt_prefetch import PREFETCHED_MAX
+from loradock.engine.jobs import FinishedJob
+from loradock.engine.paging.block_pool import BLOCK_TOKENS
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import OpId
+from loradock.messages.prompts import Sampling
+from loradock.messages.reports import GenerationEnded, OperationFailed
 from tests.support.engine.image_bench import EVERY_KIND, ImageBench, PeftReference, PromptRow
 from tests.support.models.image_examples import image_prompt, picture
 

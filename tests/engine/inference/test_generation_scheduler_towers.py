@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.errors import ModelRefused
-from engine.models.loading import load_model
-from engine.punica import MappingType
-from messages.prompts import Sampling
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.models.loading import load_model
+from loradock.engine.punica import MappingType
+from loradock.messages.prompts import Sampling
 from tests.support.engine.image_bench import (
     EVERY_KIND,
     EVERYWHERE,

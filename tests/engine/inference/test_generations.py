@@ -11,13 +11,13 @@ import torch
 from msgspec import structs
 from peft import PeftModel
 
-from engine.config import EngineConfig
-from engine.models.causal_model import CausalModel
-from engine.sampling.structure import LIMITS
-from messages.errors import ErrorCode
-from messages.prompts import Sampling, Structure
-from messages.reports import GenerationEnded, OperationFailed
-from messages.requests import TokensStreamed
+from loradock.engine.config import EngineConfig
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.sampling.structure import LIMITS
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import Sampling, Structure
+from loradock.messages.reports import GenerationEnded, OperationFailed
+from loradock.messages.requests import TokensStreamed
 from tests.support.engine.generation_bench import NAMES, PROMPTS, GenerationBench
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
@@ -268,7 +268,7 @@ def test_a_structure_that_takes_too_much_work_per_token_fails_alone(
     paged: GenerationBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(LIMITS, "step_lexer_fuel", 1)
-    monkeypatch.setattr("engine.sampling.structure.trial_error", lambda *_: "")
+    monkeypatch.setattr("loradock.engine.sampling.structure.trial_error", lambda *_: "")
     other = paged.start("mlp", PROMPTS[0])
     sampling = Sampling(max_tokens=8, structure=Structure("regex", "(ab|cd|e.*f)+x"))
     op = paged.start("mlp", PROMPTS[0], sampling)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.inference.paged_batch import PagedBatch
-from engine.models.causal_model import CausalModel
-from messages.prompts import Sampling
-from messages.requests import TokensStreamed
+from loradock.engine.config import EngineConfig
+from loradock.engine.inference.paged_batch import PagedBatch
+from loradock.engine.models.causal_model import CausalModel
+from loradock.messages.prompts import Sampling
+from loradock.messages.requests import TokensStreamed
 from tests.support.engine.generation_bench import NAMES
 from tests.support.engine.slot_turns import Rotation
 

@@ -1,10 +1,10 @@
 """Statistics: steps, queue times and tokens of requests, each counted once."""
 
-from engine.inference.meter import Meter
-from messages.errors import ErrorCode
-from messages.reports import GenerationEnded, OperationFailed, PoolingEnded, WeightsLoaded
-from messages.requests import TokensStreamed
-from messages.views import DURATION_BOUNDS_S
+from loradock.engine.inference.meter import Meter
+from loradock.messages.errors import ErrorCode
+from loradock.messages.reports import GenerationEnded, OperationFailed, PoolingEnded, WeightsLoaded
+from loradock.messages.requests import TokensStreamed
+from loradock.messages.views import DURATION_BOUNDS_S
 
 SECOND_NS = 1_000_000_000
 

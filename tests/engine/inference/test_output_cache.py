@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.inference import output_cache
-from engine.inference.output_cache import OutputCache
-from messages.reports import PrivateReport
-from messages.requests import TokensStreamed, VectorsStreamed
+from loradock.engine.inference import output_cache
+from loradock.engine.inference.output_cache import OutputCache
+from loradock.messages.reports import PrivateReport
+from loradock.messages.requests import TokensStreamed, VectorsStreamed
 
 COUNT_MAX, BYTES_MAX = 3, 100
 IDS = ("a", "b", "c", "d", "e")

@@ -10,16 +10,16 @@ import structlog
 import torch
 from msgspec import structs
 
-from engine.adapters import read_adapter
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference.padded_batch import PaddedBatch
-from engine.inference.paged_batch import PagedBatch
-from engine.models.causal_model import CausalModel
-from engine.paging.block_pool import BLOCK_TOKENS
-from engine.residency.staging import stage
-from messages.errors import ErrorCode
-from messages.prompts import Sampling
-from messages.reports import OperationFailed
+from loradock.engine.adapters import read_adapter
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference.padded_batch import PaddedBatch
+from loradock.engine.inference.paged_batch import PagedBatch
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.paging.block_pool import BLOCK_TOKENS
+from loradock.engine.residency.staging import stage
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import Sampling
+from loradock.messages.reports import OperationFailed
 from tests.support.engine.block_memory import poison
 from tests.support.engine.generation_bench import NAMES, GenerationBench
 
@@ -214,7 +214,9 @@ def test_the_logits_of_prompts_in_memory_are_bounded(
 ) -> None:
     bench = bench_of()
     token_bytes = 4 * bench.model.vocab_size
-    monkeypatch.setattr("engine.inference.forward_runner.PROMPT_LOGITS_BYTES_MAX", 7 * token_bytes)
+    monkeypatch.setattr(
+        "loradock.engine.inference.forward_runner.PROMPT_LOGITS_BYTES_MAX", 7 * token_bytes
+    )
     passes = computed(bench)
     scored = Sampling(max_tokens=1, prompt_logprobs=0)
     for start in range(2):

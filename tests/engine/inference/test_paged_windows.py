@@ -17,15 +17,15 @@ import torch
 from peft import PeftModel
 from transformers import MistralConfig, MistralForCausalLM
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference.paged_batch import PagedBatch
-from engine.inference.paged_row import PagedRow
-from engine.models.causal_model import CausalModel
-from engine.paging.block_pool import BLOCK_TOKENS, BlockPool
-from engine.paging.block_table import BlockTable, blocks_around
-from messages.commands import ResumeGeneration
-from messages.prompts import Sampling
-from messages.requests import TokensStreamed
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference.paged_batch import PagedBatch
+from loradock.engine.inference.paged_row import PagedRow
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.paging.block_pool import BLOCK_TOKENS, BlockPool
+from loradock.engine.paging.block_table import BlockTable, blocks_around
+from loradock.messages.commands import ResumeGeneration
+from loradock.messages.prompts import Sampling
+from loradock.messages.requests import TokensStreamed
 from tests.support.engine.block_memory import poison
 from tests.support.engine.engine_examples import tiny_config
 from tests.support.engine.generation_bench import NAMES, GenerationBench

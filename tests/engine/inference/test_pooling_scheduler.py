@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import (
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import (
     Conflict,
     EngineOverloaded,
     ModelRefused,
@@ -18,20 +18,20 @@ from engine.errors import (
     NotServed,
     RequestRefused,
 )
-from engine.inference import output_cache, pooling_scheduler
-from engine.inference.admission import SlotTable
-from engine.inference.pooling_scheduler import PoolingScheduler
-from engine.kernels import choose_kernels
-from engine.models import pooling_model
-from engine.models.pooling_model import PoolingModel
-from engine.parallel import ParallelGroup
-from engine.punica import PunicaWrapper
-from engine.residency.arena import Arena
-from messages.commands import StartPooling
-from messages.errors import ErrorCode
-from messages.prompts import Truncation
-from messages.reports import OperationFailed, PoolingEnded, Report
-from messages.requests import VectorsStreamed
+from loradock.engine.inference import output_cache, pooling_scheduler
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.inference.pooling_scheduler import PoolingScheduler
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.models import pooling_model
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.parallel import ParallelGroup
+from loradock.engine.punica import PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.messages.commands import StartPooling
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import Truncation
+from loradock.messages.reports import OperationFailed, PoolingEnded, Report
+from loradock.messages.requests import VectorsStreamed
 from tests.support.engine.vectors import unpack_vector
 from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS, TEXTS, VOCABULARY
 

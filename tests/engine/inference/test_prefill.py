@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference import generation_scheduler
-from engine.inference.prefill import WIDTH_PADDED_MAX, may_join
-from engine.models.causal_model import CausalModel
-from engine.models.loading import load_model
 from examples.tiny_recipe import build_tokenizer
-from messages.errors import ErrorCode
-from messages.prompts import Sampling
-from messages.reports import GenerationEnded, OperationFailed
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference import generation_scheduler
+from loradock.engine.inference.prefill import WIDTH_PADDED_MAX, may_join
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.loading import load_model
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import Sampling
+from loradock.messages.reports import GenerationEnded, OperationFailed
 from tests.support.engine.engine_examples import ADAPTERS, tiny_config
 from tests.support.engine.generation_bench import NAMES, PROMPTS, GenerationBench
 

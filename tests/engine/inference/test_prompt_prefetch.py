@@ -11,19 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
-from engine.inference.prompt_prefetch import PREFETCHED_MAX, PromptPrefetcher
-from engine.jobs import FinishedJob
-from engine.models.causal_model import CausalModel
-from engine.models.image_processor import ProcessedPrompt
-from engine.models.loading import load_model
-from engine.models.vision.image_inputs import ImageInputs
-from engine.worker.engine import Engine
-from messages.commands import StartGeneration, StopGeneration
-from messages.ids import OpId
-from messages.prompts import IllustratedPrompt, Sampling
-from messages.reports import GenerationEnded, Report
-from messages.requests import TokensStreamed
+from loradock.engine.config import EngineConfig
+from loradock.engine.inference.prompt_prefetch import PREFETCHED_MAX, PromptPrefetcher
+from loradock.engine.jobs import FinishedJob
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_processor import ProcessedPrompt
+from loradock.engine.models.loading import load_model
+from loradock.engine.models.vision.image_inputs import ImageInputs
+from loradock.engine.worker.engine import Engine
+from loradock.messages.commands import StartGeneration, StopGeneration
+from loradock.messages.ids import OpId
+from loradock.messages.prompts import IllustratedPrompt, Sampling
+from loradock.messages.reports import GenerationEnded, Report
+from loradock.messages.requests import TokensStreamed
 from tests.support.engine.image_bench import LORA
 from tests.support.models.image_examples import build_with_processor, image_prompt, picture
 from tests.support.waiting import HANG_S

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.errors import NotServed
-from engine.inference.scheduler import check_task
-from messages.commands import StartGeneration, StartPooling
+from loradock.engine.errors import NotServed
+from loradock.engine.inference.scheduler import check_task
+from loradock.messages.commands import StartGeneration, StartPooling
 
 
 @pytest.mark.parametrize("served", ["generate", "embed", "classify"])

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference import step_budget
-from engine.inference.step_budget import STEP_S_CPU, choose_budget
-from engine.models.causal_model import CausalModel
-from engine.models.loading import load_model
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference import step_budget
+from loradock.engine.inference.step_budget import STEP_S_CPU, choose_budget
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.loading import load_model
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.adapters import read_adapter
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference.admission import SlotTable
-from engine.jobs import InlineJobs
-from engine.models.binding import bind_lora
-from engine.models.causal_model import CausalModel
-from engine.paging.paged_cache import PagedKVCache
-from engine.residency.arena import Arena
-from engine.residency.staging import Blob, stage
-from messages.commands import ResumeGeneration
-from messages.errors import ErrorCode
-from messages.prompts import Sampling
-from messages.reports import OperationFailed
+from loradock.engine.adapters import read_adapter
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.jobs import InlineJobs
+from loradock.engine.models.binding import bind_lora
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.paging.paged_cache import PagedKVCache
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import Blob, stage
+from loradock.messages.commands import ResumeGeneration
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import Sampling
+from loradock.messages.reports import OperationFailed
 from tests.support.engine.generation_bench import SchedulerDriver
 from tests.support.engine.image_bench import NAMES, ImageBench, PeftReference, PromptRow
 from tests.support.models.causal_configs import build_model

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.inference.padded_batch import PaddedBatch
-from engine.inference.prefill import PrefillBatch
-from engine.models.causal_model import CausalModel
-from engine.paging.paged_cache import PagedKVCache
-from messages.commands import ResumeGeneration
-from messages.prompts import Sampling, Structure
-from messages.reports import GenerationEnded, OperationFailed
+from loradock.engine.config import EngineConfig
+from loradock.engine.inference.padded_batch import PaddedBatch
+from loradock.engine.inference.prefill import PrefillBatch
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.paging.paged_cache import PagedKVCache
+from loradock.messages.commands import ResumeGeneration
+from loradock.messages.prompts import Sampling, Structure
+from loradock.messages.reports import GenerationEnded, OperationFailed
 from tests.support.engine.generation_bench import NAMES, PROMPTS, GenerationBench
 from tests.support.engine.slot_turns import Rotation
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels import calibrate
-from engine.kernels.cpu import base_linear
-from engine.kernels.cpu import calibration as calibrating
-from engine.kernels.cpu.calibration import Calibration, ProductSpeeds
-from engine.kernels.cpu.costs import DEFAULT_COSTS, ROWS
+from loradock.engine.kernels import calibrate
+from loradock.engine.kernels.cpu import base_linear
+from loradock.engine.kernels.cpu import calibration as calibrating
+from loradock.engine.kernels.cpu.calibration import Calibration, ProductSpeeds
+from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS, ROWS
 from tests.support.kernels.way_times import LAST, way_times
 
 SLOW_HALVES = Calibration(DEFAULT_COSTS, ProductSpeeds(way_times(10.0), 40.0, 60.0))

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kernels import Kernels
-from engine.kernels.checks import check_linear
-from engine.kernels.expert_groups import group_experts
-from engine.layout import ModuleKind
+from loradock.engine.kernels import Kernels
+from loradock.engine.kernels.checks import check_linear
+from loradock.engine.kernels.expert_groups import group_experts
+from loradock.engine.layout import ModuleKind
 from tests.support.kernels.kernel_cases import NAMES, Shape, groups_of, kernels_of, make_case
 
 LINEAR = make_case(Shape(12, (6, 4), 2, (3,), 0.0), [0, 1, -1], torch.float32, 1)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.gpu.tile_configs import LINEAR_CONFIGS
+from loradock.engine.kernels.gpu.tile_configs import LINEAR_CONFIGS
 from tests.support.kernels.compiled_kernels import SHARED_BYTES_MAX, build, jobs
 
 TENSOR_CORES = r"HMMA\..*|HGMMA\..*|UTC\w*MMA.*"

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from engine.layout import ModuleKind
+from loradock.engine.layout import ModuleKind
 from tests.support.kernels.kernel_cases import (
     EMBEDDING_BATCHES,
     ERRORS_MAX,

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 import torch
 
-from engine.kernels.expert_groups import NO_GROUP, group_experts, sort_by_expert
-from engine.kernels.operands import TILE_ROWS, GroupBounds
+from loradock.engine.kernels.expert_groups import NO_GROUP, group_experts, sort_by_expert
+from loradock.engine.kernels.operands import TILE_ROWS, GroupBounds
 from tests.support.kernels.expert_cases import TOP_K, routed
 from tests.support.kernels.kernel_cases import groups_of, mixed_rows
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import Kernels
-from engine.kernels.expert_groups import group_experts, sort_by_expert
-from engine.layout import ModuleKind
+from loradock.engine.kernels import Kernels
+from loradock.engine.kernels.expert_groups import group_experts, sort_by_expert
+from loradock.engine.layout import ModuleKind
 from tests.support.kernels.expert_cases import (
     SHAPES,
     TOKENS,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import Kernels
-from engine.kernels.expert_groups import ExpertGroups, group_experts
-from engine.kernels.operands import LoRASlices, accumulator_dtype
-from engine.layout import ModuleKind, ModuleShape, Shard
-from engine.residency.arena import Arena
+from loradock.engine.kernels import Kernels
+from loradock.engine.kernels.expert_groups import ExpertGroups, group_experts
+from loradock.engine.kernels.operands import LoRASlices, accumulator_dtype
+from loradock.engine.layout import ModuleKind, ModuleShape, Shard
+from loradock.engine.residency.arena import Arena
 from tests.support.kernels.expert_cases import (
     SHAPES,
     TOKENS,

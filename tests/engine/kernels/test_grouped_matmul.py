@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.kernels.grouped_matmul import grouped_matmul
+from loradock.engine.kernels.grouped_matmul import grouped_matmul
 from tests.support.kernels.kernel_cases import ERRORS_MAX, error_of
 
 

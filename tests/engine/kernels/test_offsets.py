@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.directory import SlotDirectory
-from engine.kernels.expert_groups import group_experts
-from engine.kernels.operands import LoRASlices
-from engine.layout import ModuleKind
+from loradock.engine.kernels.directory import SlotDirectory
+from loradock.engine.kernels.expert_groups import group_experts
+from loradock.engine.kernels.operands import LoRASlices
+from loradock.engine.layout import ModuleKind
 from tests.support.kernels.kernel_cases import (
     ERRORS_MAX,
     NAMES,

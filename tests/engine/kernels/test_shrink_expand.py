@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import LoRASlices, accumulator_dtype
-from engine.layout import ModuleShape, Shard
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.punica.wrapper import ShrinkExpand
-from engine.residency.arena import Arena
+from loradock.engine.kernels.operands import LoRASlices, accumulator_dtype
+from loradock.engine.layout import ModuleShape, Shard
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.punica.wrapper import ShrinkExpand
+from loradock.engine.residency.arena import Arena
 from tests.support.engine.engine_examples import relative_error
 from tests.support.kernels.kernel_cases import (
     BATCHES,

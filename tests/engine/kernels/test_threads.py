@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.kernels.expert_groups import group_experts
-from engine.kernels.threads import THREADED_ROWS, threads_for
-from engine.layout import ModuleKind
+from loradock.engine.kernels.expert_groups import group_experts
+from loradock.engine.kernels.threads import THREADED_ROWS, threads_for
+from loradock.engine.layout import ModuleKind
 from tests.support.kernels.kernel_cases import Shape, kernels_of, make_case
 
 

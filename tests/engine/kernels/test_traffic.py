@@ -8,8 +8,8 @@ import pytest
 import torch
 from triton._C.libtriton import interpreter
 
-from engine.kernels.expert_groups import group_experts
-from engine.layout import ModuleKind
+from loradock.engine.kernels.expert_groups import group_experts
+from loradock.engine.layout import ModuleKind
 from tests.support.kernels.kernel_cases import IS_INTERPRETED, Shape, kernels_of, make_case
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1")

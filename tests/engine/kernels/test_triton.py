@@ -31,8 +31,8 @@ def test_the_interpreted_kernels_pass_the_shared_tests() -> None:
 def test_the_other_kernels_do_not_need_triton() -> None:
     script = (
         "import sys; sys.modules['triton'] = None\n"
-        "from engine.kernels import choose_kernels\n"
-        "import engine.punica, engine.layers\n"
+        "from loradock.engine.kernels import choose_kernels\n"
+        "import loradock.engine.punica, loradock.engine.layers\n"
         "choose_kernels('cpu'), choose_kernels('cpu', 'reference')\n"
         "try: choose_kernels('cpu', 'triton')\n"
         "except ImportError: print('missing')\n"

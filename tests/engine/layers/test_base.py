@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
-from engine.kernels import choose_kernels
-from engine.layers import (
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layers import (
     BaseLayerWithLoRA,
     ClassificationHeadWithLoRA,
     LogitsProcessorWithLoRA,
@@ -25,10 +25,10 @@ from engine.layers import (
     VocabParallelEmbeddingWithLoRA,
     wrapper_of,
 )
-from engine.layers.packed import PackedLinear
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
-from engine.residency.staging import ModuleShape
+from loradock.engine.layers.packed import PackedLinear
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import ModuleShape
 
 SLOTS = 3
 

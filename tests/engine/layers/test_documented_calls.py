@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.errors import NotFinite
-from engine.kernels import choose_kernels
-from engine.layers import (
+from loradock.engine.errors import NotFinite
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layers import (
     BaseLayerWithLoRA,
     FusedMoE3DWithLoRA,
     FusedMoEWithLoRA,
@@ -16,9 +16,9 @@ from engine.layers import (
     QKVParallelLinear,
     ReplicatedLinearWithLoRA,
 )
-from engine.layers.experts import ExpertsWithLoRA
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
+from loradock.engine.layers.experts import ExpertsWithLoRA
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
 from tests.support.models.expert_examples import EXPERTS, HIDDEN, make_experts
 
 torch.set_num_threads(1)

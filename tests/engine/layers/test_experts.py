@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.kernels import choose_kernels
-from engine.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, wrapper_of
-from engine.layers.expert_layout import layout_of
-from engine.layers.experts import ExpertsWithLoRA
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, wrapper_of
+from loradock.engine.layers.expert_layout import layout_of
+from loradock.engine.layers.experts import ExpertsWithLoRA
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
 from tests.support.kernels.kernel_cases import NAMES, error_of
 from tests.support.models.expert_examples import (
     EXPERTS,

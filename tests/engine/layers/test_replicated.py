@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm, weight_norm
 
-from engine.kernels import choose_kernels
-from engine.layers.logits import LogitsProcessorWithLoRA
-from engine.layers.merged import MergedColumnParallelLinearWithLoRA
-from engine.layers.packed import MergedColumnParallelLinear
-from engine.layers.replicated import ReplicatedLinearWithLoRA
-from engine.punica import PunicaWrapper
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layers.logits import LogitsProcessorWithLoRA
+from loradock.engine.layers.merged import MergedColumnParallelLinearWithLoRA
+from loradock.engine.layers.packed import MergedColumnParallelLinear
+from loradock.engine.layers.replicated import ReplicatedLinearWithLoRA
+from loradock.engine.punica import PunicaWrapper
 
 
 class OwnLinear(nn.Linear):

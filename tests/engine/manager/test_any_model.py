@@ -19,16 +19,16 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from engine.adapters import LoRALayerWeights, LoRAModel, LoRARequest
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit, ModelRefused
-from engine.layers import PPMissingLayer
-from engine.manager import (
+from loradock.engine.adapters import LoRALayerWeights, LoRAModel, LoRARequest
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit, ModelRefused
+from loradock.engine.layers import PPMissingLayer
+from loradock.engine.manager import (
     LoRAModelManager,
     LRUCacheLoRAModelManager,
     LRUCacheWorkerLoRAManager,
 )
-from engine.punica import LoRAMapping
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.manager_examples import CONTENTS, full_manager, mapping_of
 

@@ -9,12 +9,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from engine.adapters import LoRALayerWeights, LoRAModel, LoRARequest, PEFTHelper
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit
-from engine.layers import ConvolutionWithLoRA
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRALayerWeights, LoRAModel, LoRARequest, PEFTHelper
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit
+from loradock.engine.layers import ConvolutionWithLoRA
+from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 
 torch.set_num_threads(1)

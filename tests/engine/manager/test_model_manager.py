@@ -4,21 +4,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import LoRAConfig
-from engine.errors import (
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import (
     DeviceOutOfMemory,
     NoRoom,
     NotResident,
     UnknownAdapter,
 )
-from engine.layout import columns_of_one_adapter
-from engine.manager import (
+from loradock.engine.layout import columns_of_one_adapter
+from loradock.engine.manager import (
     LoRAModelManager,
     LRUCacheLoRAModelManager,
     create_lora_manager,
 )
-from engine.punica import LoRAMapping, MappingType
-from messages.errors import ErrorCode
+from loradock.engine.punica import LoRAMapping, MappingType
+from loradock.messages.errors import ErrorCode
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.manager_examples import (
     CONTENTS,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.adapters import LoRARequest
-from engine.config import LoRAConfig
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRARequest
+from loradock.engine.config import LoRAConfig
+from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.pooling_examples import (
     CLASSIFIERS,

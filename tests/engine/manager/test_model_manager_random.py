@@ -18,15 +18,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.adapters import LoRARequest
-from engine.errors import EngineError, NotResident
-from engine.manager import (
+from loradock.engine.adapters import LoRARequest
+from loradock.engine.errors import EngineError, NotResident
+from loradock.engine.manager import (
     LoRAModelManager,
     LRUCacheLoRAModelManager,
     LRUCacheWorkerLoRAManager,
     WorkerLoRAManager,
 )
-from messages.errors import ErrorCode
+from loradock.messages.errors import ErrorCode
 from tests.support.engine.manager_examples import (
     CONTENTS,
     Content,

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.adapters import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit, EngineError, NotFinite
-from engine.manager import LoRAModelManager
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit, EngineError, NotFinite
+from loradock.engine.manager import LoRAModelManager
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.manager_examples import (
     CLASSES,
     CONTENTS,

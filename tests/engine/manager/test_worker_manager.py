@@ -12,9 +12,9 @@ from peft import PeftModel
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.adapters import LoRAModel, LoRARequest
-from engine.config import LoRAConfig
-from engine.errors import (
+from loradock.engine.adapters import LoRAModel, LoRARequest
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import (
     AdapterDoesNotFit,
     AdapterNotFound,
     Conflict,
@@ -22,14 +22,14 @@ from engine.errors import (
     NotResident,
     PathNotAllowed,
 )
-from engine.manager import (
+from loradock.engine.manager import (
     LoRAModelManager,
     LRUCacheLoRAModelManager,
     LRUCacheWorkerLoRAManager,
     WorkerLoRAManager,
     create_lora_manager,
 )
-from engine.punica import LoRAMapping
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.manager_examples import (
     CLASSES,

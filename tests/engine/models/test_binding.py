@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from engine.config import LoRAConfig
-from engine.kernels import Calibration, Kernels
-from engine.kernels.cpu.calibration import ProductSpeeds
-from engine.kernels.cpu.costs import DEFAULT_COSTS
-from engine.models import binding
-from engine.parallel import SINGLE
+from loradock.engine.config import LoRAConfig
+from loradock.engine.kernels import Calibration, Kernels
+from loradock.engine.kernels.cpu.calibration import ProductSpeeds
+from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS
+from loradock.engine.models import binding
+from loradock.engine.parallel import SINGLE
 from tests.support.kernels.way_times import way_times
 from tests.support.parallel.threads import RANKS, on_all_ranks
 

@@ -16,19 +16,19 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from engine.config import LoRAConfig
-from engine.errors import ModelRefused
-from engine.layers import (
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.layers import (
     LogitsProcessorWithLoRA,
     MergedColumnParallelLinearWithLoRA,
     MergedQKVParallelLinearWithLoRA,
     ReplicatedLinearWithLoRA,
     VocabParallelEmbeddingWithLoRA,
 )
-from engine.layout import ModuleKind
-from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import BatchKVCache
-from engine.models.preparation import find_candidates
+from loradock.engine.layout import ModuleKind
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.preparation import find_candidates
 from tests.support.engine.engine_examples import (
     ATTENTION,
     CONTEXT_TOKENS_MAX,

@@ -14,16 +14,16 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engine.adapters import read_adapter
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import AdapterDoesNotFit, ModelRefused, RequestRefused
-from engine.models.binding import bind_lora
-from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import BatchKVCache
-from engine.models.loading import load_model
-from engine.models.tokenization import prompt_tokens
-from engine.punica import LoRAMapping
-from engine.residency.staging import stage
+from loradock.engine.adapters import read_adapter
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit, ModelRefused, RequestRefused
+from loradock.engine.models.binding import bind_lora
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.loading import load_model
+from loradock.engine.models.tokenization import prompt_tokens
+from loradock.engine.punica import LoRAMapping
+from loradock.engine.residency.staging import stage
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.image_text_examples import IMAGE_TOKEN, KINDS, TEXT, build
 

@@ -8,13 +8,13 @@ import torch
 from msgspec import json, structs
 from torch import Tensor, nn
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import ModelRefused, RequestRefused
-from engine.models.causal_model import CausalModel
-from engine.models.image_processor import load_processor
-from engine.models.loading import load_model
-from engine.models.tokenization import CHARACTERS_PER_TOKEN_MAX, prompt_tokens
-from messages.prompts import IllustratedPrompt
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import ModelRefused, RequestRefused
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_processor import load_processor
+from loradock.engine.models.loading import load_model
+from loradock.engine.models.tokenization import CHARACTERS_PER_TOKEN_MAX, prompt_tokens
+from loradock.messages.prompts import IllustratedPrompt
 from tests.support.engine.image_bench import KINDS
 from tests.support.models.image_examples import (
     IMAGE_MODELS,

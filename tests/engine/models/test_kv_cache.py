@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.layout import next_power_of_two
-from engine.models.kv_cache import BatchKVCache, left_padding_mask
-from engine.models.kv_cache_layer import IDLE_CAPACITY_MAX
+from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.kv_cache import BatchKVCache, left_padding_mask
+from loradock.engine.models.kv_cache_layer import IDLE_CAPACITY_MAX
 
 LAYERS, HEADS, WIDTH = 2, 3, 4
 

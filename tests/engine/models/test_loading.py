@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import ModelRefused
-from engine.models.loading import load_model
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.models.loading import load_model
 from tests.support.engine.engine_examples import tiny_config
 from tests.support.models.expert_adapters import make_model
 

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from engine.config import LoRAConfig
-from engine.layers.packed import (
+from loradock.engine.config import LoRAConfig
+from loradock.engine.layers.packed import (
     MergedColumnParallelLinear,
     PackedLinear,
     PackedSlice,
     QKVParallelLinear,
     SharedCall,
 )
-from engine.models.causal_model import CausalModel
-from engine.models.packing import PACKING_RULES, find_packing_groups, with_implied_targets
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.packing import PACKING_RULES, find_packing_groups, with_implied_targets
 from tests.support.engine.engine_examples import relative_error, tiny_config
 
 

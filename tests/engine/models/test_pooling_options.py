@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import BertForMaskedLM, LlamaForCausalLM
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import ModelRefused
-from engine.models.loading import load_model
-from engine.models.pooling_model import PoolingModel
-from engine.models.pooling_options import Pooling, PoolingOptions, pooling_options
-from engine.models.tasks import Task
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.models.loading import load_model
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.models.pooling_options import Pooling, PoolingOptions, pooling_options
+from loradock.engine.models.tasks import Task
 from tests.support.engine.engine_examples import tiny_config
 from tests.support.models.pooling_examples import (
     CLASSIFIERS,

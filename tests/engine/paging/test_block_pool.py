@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, NoFreeBlocks, Prefix
-from engine.paging.block_table import BlockTable, block_keys, blocks_around, blocks_of, root_key
+from loradock.engine.paging.block_pool import BLOCK_TOKENS, BlockPool, NoFreeBlocks, Prefix
+from loradock.engine.paging.block_table import (
+    BlockTable,
+    block_keys,
+    blocks_around,
+    blocks_of,
+    root_key,
+)
 
 REACHES = st.one_of(st.integers(1, 3 * BLOCK_TOKENS), st.just(sys.maxsize))
 """Of the tokens of all rows: windows of some blocks, or none."""

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from engine.config import LoRAConfig
-from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import BatchKVCache
-from engine.paging import masks, pieces
-from engine.paging.block_pool import BLOCK_TOKENS, BlockPool
-from engine.paging.block_table import BlockTable, blocks_around, blocks_of, root_key
-from engine.paging.flat_model import FlatModel, FlatRefused, try_flat
-from engine.paging.paged_cache import FlatRow
-from engine.paging.pieces import Pieces, RowPlace
+from loradock.engine.config import LoRAConfig
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.paging import masks, pieces
+from loradock.engine.paging.block_pool import BLOCK_TOKENS, BlockPool
+from loradock.engine.paging.block_table import BlockTable, blocks_around, blocks_of, root_key
+from loradock.engine.paging.flat_model import FlatModel, FlatRefused, try_flat
+from loradock.engine.paging.paged_cache import FlatRow
+from loradock.engine.paging.pieces import Pieces, RowPlace
 from tests.support.engine.block_memory import poison
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX

@@ -14,10 +14,10 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from engine.paging.block_pool import BLOCK_TOKENS, BlockPool
-from engine.paging.block_table import BlockTable
-from engine.paging.masks import RowMasks, longest_reach
-from engine.paging.paged_cache import FlatRow, FlatStep, MaskFunction
+from loradock.engine.paging.block_pool import BLOCK_TOKENS, BlockPool
+from loradock.engine.paging.block_table import BlockTable
+from loradock.engine.paging.masks import RowMasks, longest_reach
+from loradock.engine.paging.paged_cache import FlatRow, FlatStep, MaskFunction
 
 TOKENS = 60
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.paging import pieces as module
-from engine.paging.block_pool import BLOCK_TOKENS
-from engine.paging.pieces import CALL_BYTES, COPY_TOKENS, Piece, Pieces, RowPlace
+from loradock.engine.paging import pieces as module
+from loradock.engine.paging.block_pool import BLOCK_TOKENS
+from loradock.engine.paging.pieces import CALL_BYTES, COPY_TOKENS, Piece, Pieces, RowPlace
 
 CALL_TOKENS = 64
 TOKEN_BYTES = CALL_BYTES // CALL_TOKENS

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.operands import TILE_ROWS, GroupBounds, Groups
-from engine.punica.grouping import Grouper
+from loradock.engine.kernels.operands import TILE_ROWS, GroupBounds, Groups
+from loradock.engine.punica.grouping import Grouper
 from tests.support.engine.table_kernels import use_fixed_tables
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import choose_kernels
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.punica.side_stream import SideStream
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.punica.side_stream import SideStream
 from tests.support.kernels.kernel_cases import (
     ERRORS_MAX,
     Shape,

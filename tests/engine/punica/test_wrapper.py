@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import NotResident
-from engine.kernels import IMPLEMENTATIONS, Kernels, choose_kernels
-from engine.kernels.operands import LoRASlices, RowOrder
-from engine.layout import ModuleKind
-from engine.punica import LoRAMapping, MappingType, PunicaWrapper
+from loradock.engine.errors import NotResident
+from loradock.engine.kernels import IMPLEMENTATIONS, Kernels, choose_kernels
+from loradock.engine.kernels.operands import LoRASlices, RowOrder
+from loradock.engine.layout import ModuleKind
+from loradock.engine.punica import LoRAMapping, MappingType, PunicaWrapper
 from tests.support.kernels.kernel_cases import (
     Shape,
     Weights,

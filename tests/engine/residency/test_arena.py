@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.errors import Conflict, DeviceOutOfMemory, NotResident
-from engine.layout import ModuleKind
-from engine.residency.arena import Arena
-from engine.residency.staging import ABSENT, ALIGNMENT_BYTES, ModuleShape, slice_elements
+from loradock.engine.errors import Conflict, DeviceOutOfMemory, NotResident
+from loradock.engine.layout import ModuleKind
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import ABSENT, ALIGNMENT_BYTES, ModuleShape, slice_elements
 from tests.support.engine.arena_examples import (
     CAPACITY_BYTES,
     MODULES,
@@ -45,7 +45,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self, dtype: torch.dtype, bounce_bytes: int) -> None:
         self.dtype = dtype
         self.copier = ManualCopier()
-        with patch("engine.residency.compaction._BOUNCE_BYTES_MAX", bounce_bytes):
+        with patch("loradock.engine.residency.compaction._BOUNCE_BYTES_MAX", bounce_bytes):
             self.arena = make_arena(dtype, self.copier)
         self.published: dict[int, Matrices] = {}
         self.generations: dict[int, int] = {}
@@ -243,7 +243,7 @@ def fill_every_second_extent(arena: Arena) -> dict[int, Matrices]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_compaction_moves_whole_adapters_on_every_kind_of_device(device: str) -> None:
-    with patch("engine.residency.compaction._BOUNCE_BYTES_MAX", 256):
+    with patch("loradock.engine.residency.compaction._BOUNCE_BYTES_MAX", 256):
         arena = make_arena(torch.float32, device=device)
     written = fill_every_second_extent(arena)
     large, expected = make_blob({0: 4, 1: 5, 3: 7}, 99, arena.dtype)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.errors import Conflict, EngineError
-from engine.residency.collective_copier import CollectiveCopier
-from messages.errors import ErrorCode
+from loradock.engine.errors import Conflict, EngineError
+from loradock.engine.residency.collective_copier import CollectiveCopier
+from loradock.messages.errors import ErrorCode
 from tests.support.parallel.threads import RANKS, SharedGroup, on_all_ranks
 
 

@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.residency.extents import Extent, Extents, Move
+from loradock.engine.residency.extents import Extent, Extents, Move
 
 UNIT = 128
 LAYOUTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=7)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from engine.sampling.penalties import TokenHistory, adjust_logits
-from messages.prompts import Sampling
+from loradock.engine.sampling.penalties import TokenHistory, adjust_logits
+from loradock.messages.prompts import Sampling
 
 VOCABULARY = 12
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=8)

@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sampling.sampler import CANDIDATES, NOT_FINITE, Sampler, sample
-from messages.prompts import Sampling
+from loradock.engine.sampling.sampler import CANDIDATES, NOT_FINITE, Sampler, sample
+from loradock.messages.prompts import Sampling
 
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2]))
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine.errors import AdapterNotFound, Conflict, code_of
-from engine.jobs import FinishedJob
-from engine.worker.collective_jobs import CollectiveJobs
-from messages.errors import ErrorCode
+from loradock.engine.errors import AdapterNotFound, Conflict, code_of
+from loradock.engine.jobs import FinishedJob
+from loradock.engine.worker.collective_jobs import CollectiveJobs
+from loradock.messages.errors import ErrorCode
 from tests.support.parallel.threads import RANKS, SharedGroup, on_all_ranks
 
 

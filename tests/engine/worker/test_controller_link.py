@@ -4,11 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.worker.controller_link import ControllerLink
-from messages.commands import Command, ControllerBeat, DropWeights, RequestInventory, ResendTokens
-from messages.reports import EngineBeat, EngineInventory, WeightsDropped
-from messages.requests import TokensStreamed
-from messages.wire import REPORTS, DecodedFrame
+from loradock.engine.worker.controller_link import ControllerLink
+from loradock.messages.commands import (
+    Command,
+    ControllerBeat,
+    DropWeights,
+    RequestInventory,
+    ResendTokens,
+)
+from loradock.messages.reports import EngineBeat, EngineInventory, WeightsDropped
+from loradock.messages.requests import TokensStreamed
+from loradock.messages.wire import REPORTS, DecodedFrame
 
 DROP = DropWeights(op=1, adapter_id=1)
 BEAT, INVENTORY_REQUEST, RESEND = ControllerBeat(0), RequestInventory(0), ResendTokens("r")

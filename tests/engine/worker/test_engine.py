@@ -8,13 +8,13 @@ import torch
 from msgspec import structs
 from peft import PeftModel
 
-from engine.residency.residency import ResidencyCommand
-from engine.worker.engine import EngineCommand
-from messages import commands as cm
-from messages import reports as rp
-from messages.errors import ErrorCode
-from messages.ids import CPU_CACHED, GPU_SLOT, PINNED
-from messages.prompts import Sampling
+from loradock.engine.residency.residency import ResidencyCommand
+from loradock.engine.worker.engine import EngineCommand
+from loradock.messages import commands as cm
+from loradock.messages import reports as rp
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import CPU_CACHED, GPU_SLOT, PINNED
+from loradock.messages.prompts import Sampling
 from tests.support.engine.engine_bench import PROMPT, EngineBench, failure
 from tests.support.engine.engine_examples import ADAPTERS
 

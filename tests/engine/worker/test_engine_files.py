@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.adapters import LoadedAdapter
-from engine.adapters.checked_files import CheckedFiles
-from engine.adapters.files.safetensors_reader import SafetensorsFile
-from engine.residency import residency
-from engine.worker import engine as engine_module
-from messages import commands as cm
-from messages import reports as rp
-from messages.errors import ErrorCode
-from messages.ids import CPU_CACHED, PINNED
+from loradock.engine.adapters import LoadedAdapter
+from loradock.engine.adapters.checked_files import CheckedFiles
+from loradock.engine.adapters.files.safetensors_reader import SafetensorsFile
+from loradock.engine.residency import residency
+from loradock.engine.worker import engine as engine_module
+from loradock.messages import commands as cm
+from loradock.messages import reports as rp
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import CPU_CACHED, PINNED
 from tests.support.engine.engine_bench import EngineBench, failure
 from tests.support.waiting import HANG_S
 

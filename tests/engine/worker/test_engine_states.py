@@ -7,10 +7,10 @@ from random import Random
 import pytest
 import torch
 
-from messages import commands as cm
-from messages import reports as rp
-from messages.errors import ErrorCode
-from messages.ids import CPU_CACHED, GPU_SLOT, PINNED
+from loradock.messages import commands as cm
+from loradock.messages import reports as rp
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import CPU_CACHED, GPU_SLOT, PINNED
 from tests.support.engine.engine_bench import EngineBench, failure
 from tests.support.engine.engine_examples import ADAPTERS
 

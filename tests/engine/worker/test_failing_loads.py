@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-import engine
-from engine.jobs import InlineJobs
-from messages import commands as cm
-from messages import reports as rp
-from messages.ids import GPU_SLOT
+import loradock.engine
+from loradock.engine.jobs import InlineJobs
+from loradock.messages import commands as cm
+from loradock.messages import reports as rp
+from loradock.messages.ids import GPU_SLOT
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.engine.injected_faults import Faults, Point, fail_everywhere
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
-ENGINE = Path(engine.__file__).parent
+ENGINE = Path(loradock.engine.__file__).parent
 FILES = tuple(
     ENGINE / name for name in ("adapters", "residency", "kernels/directory.py", "host_memory.py")
 )

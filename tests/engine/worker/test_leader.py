@@ -1,9 +1,9 @@
 """The digest by which ranks notice that operations ended differently."""
 
-from engine.worker.leader import OutcomeDigest
-from messages import reports as rp
-from messages import requests
-from messages.errors import ErrorCode
+from loradock.engine.worker.leader import OutcomeDigest
+from loradock.messages import reports as rp
+from loradock.messages import requests
+from loradock.messages.errors import ErrorCode
 
 
 def test_digests_differ_where_operations_ended_differently() -> None:

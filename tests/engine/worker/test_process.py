@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import Conflict
-from engine.worker import process
-from engine.worker.engine import Engine
-from messages import process_log
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.errors import Conflict
+from loradock.engine.worker import process
+from loradock.engine.worker.engine import Engine
+from loradock.processes import process_log
 from tests.support.plain_logs import reset_logs
 from tests.support.simulation.key_examples import engine_arguments
 

@@ -5,8 +5,8 @@ from random import Random
 import pytest
 import torch
 
-from engine.worker import seen_operations
-from engine.worker.seen_operations import SeenOperations
+from loradock.engine.worker import seen_operations
+from loradock.engine.worker.seen_operations import SeenOperations
 
 
 def test_seen_operations_are_bounded_and_never_forgotten_as_new(

@@ -3,10 +3,10 @@
 import pytest
 from opentelemetry.trace import StatusCode
 
-from engine.worker.spans import FIRST_OUTPUT, InferenceSpans
-from messages import commands, reports
-from messages.errors import ErrorCode
-from messages.requests import TokensStreamed
+from loradock.engine.worker.spans import FIRST_OUTPUT, InferenceSpans
+from loradock.messages import commands, reports
+from loradock.messages.errors import ErrorCode
+from loradock.messages.requests import TokensStreamed
 from tests.support.spans import TRACEPARENT, KeptSpans, parent_of
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from messages import commands as cm
-from messages.prompts import Sampling
+from loradock.messages import commands as cm
+from loradock.messages.prompts import Sampling
 from tests.support.engine.engine_bench import PROMPT, EngineBench
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)

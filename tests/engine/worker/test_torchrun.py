@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from engine.worker.torchrun import main
+from loradock.engine.worker.torchrun import main
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,6 +52,6 @@ def test_the_status_is_that_of_the_rank_that_ended_first(
 
 @pytest.mark.parametrize("status", [0, 2, -signal.SIGKILL, -signal.SIGTERM])
 def test_the_process_ends_with_the_status_of_its_rank(status: int) -> None:
-    program = f"from engine.worker.torchrun import end; end({status})"
+    program = f"from loradock.engine.worker.torchrun import end; end({status})"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
     assert ended.returncode == status

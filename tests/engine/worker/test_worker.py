@@ -11,12 +11,12 @@ from random import Random
 import pytest
 import zmq
 
-from controller.shell.access.keys import KeyStore
-from messages import commands as cm
-from messages import reports as rp
-from messages import requests
-from messages.prompts import Sampling
-from messages.wire import COMMANDS, REPORTS, DecodedFrame
+from loradock.controller.server.access.keys import KeyStore
+from loradock.messages import commands as cm
+from loradock.messages import reports as rp
+from loradock.messages import requests
+from loradock.messages.prompts import Sampling
+from loradock.messages.wire import COMMANDS, REPORTS, DecodedFrame
 from tests.support.engine.engine_examples import ADAPTERS
 from tests.support.simulation.key_examples import engine_arguments
 from tests.support.waiting import HANG_S
@@ -108,7 +108,7 @@ class EngineProcess:
         self.parent = subprocess.Popen(["sleep", "600"]) if supervised else None
         options = ["--parent-pid", str(self.parent.pid)] if self.parent else []
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "engine.worker", "--connect", f"ipc://{self.path}",
+            [sys.executable, "-m", "loradock.engine.worker", "--connect", f"ipc://{self.path}",
              "--model", model, "--adapter-root", root, "--device", "cpu", "--max-loras", "3",
              "--max-lora-rank", "16", "--device-bytes-max", "1000000", "--engine-id", "a" * 32,
              *engine_arguments(directory), *options],

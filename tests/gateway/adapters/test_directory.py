@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from gateway.adapters.directory import AdapterDirectory, FileRefused, NotReadable
+from loradock.gateway.adapters.directory import AdapterDirectory, FileRefused, NotReadable
 
 
 @pytest.fixture

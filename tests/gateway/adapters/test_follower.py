@@ -5,11 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
-from controller.client import EngineGone
-from gateway.adapters.follower import Follower
-from gateway.adapters.table import AdapterTable
-from messages import events as ev
-from messages import requests as rq
+from loradock.client import EngineGone
+from loradock.gateway.adapters.follower import Follower
+from loradock.gateway.adapters.table import AdapterTable
+from loradock.messages import events as ev
+from loradock.messages import requests as rq
 from tests.support.gateway.served import serve_gateway
 from tests.support.simulation.message_examples import example_of
 from tests.support.simulation.standin_controller import StandIn, view

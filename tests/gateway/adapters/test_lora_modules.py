@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from controller.client import AdapterNotFound, EngineGone
-from gateway.adapters import lora_modules
-from gateway.adapters.lora_modules import LoraModule, load_modules, parse_lora_modules
+from loradock.client import AdapterNotFound, EngineGone
+from loradock.gateway.adapters import lora_modules
+from loradock.gateway.adapters.lora_modules import LoraModule, load_modules, parse_lora_modules
 
 
 def test_modules_are_pairs_or_json():

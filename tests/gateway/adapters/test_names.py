@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from gateway.adapters.names import ModelNames, context_tokens, model_cards
-from gateway.adapters.table import AdapterTable
-from gateway.http.errors import HttpError
+from loradock.gateway.adapters.names import ModelNames, context_tokens, model_cards
+from loradock.gateway.adapters.table import AdapterTable
+from loradock.gateway.http.errors import HttpError
 
 
 @pytest.mark.parametrize(

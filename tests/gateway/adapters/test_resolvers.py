@@ -5,15 +5,15 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
-from controller.client import AdapterNotFound
-from gateway.adapters import resolvers
-from gateway.adapters.resolvers import (
+from loradock.client import AdapterNotFound
+from loradock.gateway.adapters import resolvers
+from loradock.gateway.adapters.resolvers import (
     DirectoryResolver,
     Resolution,
     ResolverError,
     configured_resolvers,
 )
-from messages import requests as rq
+from loradock.messages import requests as rq
 from tests.support.gateway.served import Adapters, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from gateway.adapters.table import RECENT_EVENTS, AdapterTable
-from messages import events as ev
-from messages import requests as rq
-from messages.errors import ErrorCode
-from messages.views import AdapterUse
+from loradock.gateway.adapters.table import RECENT_EVENTS, AdapterTable
+from loradock.messages import events as ev
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
+from loradock.messages.views import AdapterUse
 from tests.support.simulation.message_examples import example_of
 from tests.support.simulation.standin_controller import view
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from messages import requests as rq
-from messages.errors import ErrorCode
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
 from tests.support.gateway.served import Adapters, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 

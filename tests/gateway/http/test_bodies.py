@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from gateway.http.bodies import read_body
-from gateway.http.errors import HttpError
+from loradock.gateway.http.bodies import read_body
+from loradock.gateway.http.errors import HttpError
 from tests.support.gateway.served import post_bytes, read_all, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from gateway.http.connection import CONNECTION
-from gateway.http.disconnects import watch_of
+from loradock.gateway.http.connection import CONNECTION
+from loradock.gateway.http.disconnects import watch_of
 
 
 class Lost:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gateway.http.security import ApiKeys, allowed_hosts, configured_keys
-from gateway.options import GatewayConfig, GatewayOptions
+from loradock.gateway.http.security import ApiKeys, allowed_hosts, configured_keys
+from loradock.gateway.options import GatewayConfig, GatewayOptions
 from tests.support.gateway.served import serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 

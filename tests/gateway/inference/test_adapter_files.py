@@ -10,9 +10,9 @@ import pytest
 from structlog.testing import capture_logs
 from transformers import AutoTokenizer, GenerationConfig
 
-from gateway.inference import templates
-from messages import events as ev
-from messages import requests as rq
+from loradock.gateway.inference import templates
+from loradock.messages import events as ev
+from loradock.messages import requests as rq
 from tests.support.gateway.served import Adapters, model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn, view
 from tests.support.waiting import HANG_S, wait_until

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from messages import requests as rq
-from messages.prompts import IllustratedPrompt
+from loradock.messages import requests as rq
+from loradock.messages.prompts import IllustratedPrompt
 from tests.support.gateway.served import data_of
 
 PATH = "/v1/chat/completions"

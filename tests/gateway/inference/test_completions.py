@@ -5,11 +5,11 @@ import json
 import msgspec
 import pytest
 
-from gateway.inference.sampling import Labels
-from messages import requests as rq
-from messages.errors import ErrorCode
-from messages.prompts import Sampling, Structure
-from messages.views import TokenLogprob
+from loradock.gateway.inference.sampling import Labels
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import Sampling, Structure
+from loradock.messages.views import TokenLogprob
 from tests.support.gateway.served import data_of
 from tests.support.waiting import wait_until
 

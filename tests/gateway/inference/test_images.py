@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from gateway.http.errors import HttpError
-from gateway.inference import images
-from messages.prompts import IMAGE_BYTES_MAX
+from loradock.gateway.http.errors import HttpError
+from loradock.gateway.inference import images
+from loradock.messages.prompts import IMAGE_BYTES_MAX
 
 
 def resolves_to(monkeypatch, *addresses):

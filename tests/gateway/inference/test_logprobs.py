@@ -1,13 +1,13 @@
 """Log-probabilities of tokens that are parts of characters."""
 
-from gateway.inference.logprobs import (
+from loradock.gateway.inference.logprobs import (
     CharacterCount,
     TokenText,
     chat_logprobs,
     completion_logprobs,
 )
-from gateway.inference.tokenizer import Tokenizer
-from messages.views import TokenLogprob
+from loradock.gateway.inference.tokenizer import Tokenizer
+from loradock.messages.views import TokenLogprob
 from tests.support.gateway.served import model_directory
 
 TEXT = "aé😀b"

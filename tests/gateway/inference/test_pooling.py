@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from messages import requests as rq
-from messages.errors import ErrorCode
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
 
 
 def test_embeddings_are_numbers_in_order(served):

@@ -3,9 +3,9 @@
 import openai
 import pytest
 
-from messages import requests as rq
-from messages.errors import ErrorCode
-from messages.prompts import PROMPT_CHARACTERS_MAX, PROMPT_TOKENS_MAX, Truncation
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import PROMPT_CHARACTERS_MAX, PROMPT_TOKENS_MAX, Truncation
 
 CHAT = [{"role": "user", "content": "hi"}]
 RENDERED = b"<user>hi<assistant>"

@@ -6,9 +6,9 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel
 
-from messages import requests as rq
-from messages.errors import ErrorCode
-from messages.prompts import IllustratedPrompt
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import IllustratedPrompt
 from tests.support.gateway.outputs import generate, prompt, sampling
 
 PATH = "/v1/responses"

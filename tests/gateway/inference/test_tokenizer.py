@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from gateway.inference.model_files import read_model_files
-from gateway.inference.sampling import SamplingDefaults
-from gateway.inference.templates import Templates
-from gateway.inference.tokenizer import Tokenizer
+from loradock.gateway.inference.model_files import read_model_files
+from loradock.gateway.inference.sampling import SamplingDefaults
+from loradock.gateway.inference.templates import Templates
+from loradock.gateway.inference.tokenizer import Tokenizer
 from tests.support.gateway.served import model_directory
 
 

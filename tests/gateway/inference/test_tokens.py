@@ -3,9 +3,9 @@
 import pytest
 from msgspec import structs
 
-from gateway.inference.chat import ChatRequest
-from gateway.inference.chat_prompt import PromptFields
-from gateway.inference.tokens import TokenizeRequest
+from loradock.gateway.inference.chat import ChatRequest
+from loradock.gateway.inference.chat_prompt import PromptFields
+from loradock.gateway.inference.tokens import TokenizeRequest
 
 
 def test_tokens_and_their_text(served):

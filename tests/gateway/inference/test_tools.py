@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from messages import requests as rq
+from loradock.messages import requests as rq
 from tests.support.gateway.outputs import generate, prompt, sampling
 from tests.support.gateway.served import data_of, model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn

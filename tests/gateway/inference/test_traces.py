@@ -6,12 +6,12 @@ import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
-from gateway.adapters.table import AdapterTable
-from gateway.inference.traces import Traces
-from gateway.server import gateway as gateway_module
-from messages import events as ev
-from messages import requests as rq
-from messages.errors import ErrorCode
+from loradock.gateway.adapters.table import AdapterTable
+from loradock.gateway.inference.traces import Traces
+from loradock.gateway.server import gateway as gateway_module
+from loradock.messages import events as ev
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
 from tests.support.gateway.served import serve_gateway
 from tests.support.simulation.standin_controller import StandIn, view
 from tests.support.spans import TRACE_ID, TRACEPARENT, KeptSpans, parent_of

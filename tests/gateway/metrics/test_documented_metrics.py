@@ -4,7 +4,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.shell.diagrams import between_marks
+from loradock.controller.server.diagrams import between_marks
 from tests.documented_metrics import ADDED, BEGIN, END, METRICS, text
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "from-vllm.md"

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.adapters.names import ModelNames
-from gateway.adapters.table import AdapterTable
-from gateway.histogram import Histogram
-from gateway.metrics.families import ControllerFamilies, joined, top_names
-from gateway.metrics.recorder import Recorder
-from gateway.metrics.vllm_families import VllmFamilies
-from messages import events as ev
-from messages import requests as rq
-from messages.views import AdapterCounters, AdapterUse, EngineStatistics
+from loradock.gateway.adapters.names import ModelNames
+from loradock.gateway.adapters.table import AdapterTable
+from loradock.gateway.histogram import Histogram
+from loradock.gateway.metrics.families import ControllerFamilies, joined, top_names
+from loradock.gateway.metrics.recorder import Recorder
+from loradock.gateway.metrics.vllm_families import VllmFamilies
+from loradock.messages import events as ev
+from loradock.messages import requests as rq
+from loradock.messages.views import AdapterCounters, AdapterUse, EngineStatistics
 from tests.support.gateway.served import data_of
 from tests.support.simulation.message_examples import example_of
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from messages import events as ev
-from messages import requests as rq
+from loradock.messages import events as ev
+from loradock.messages import requests as rq
 from tests.support.gateway.browser import browser, visit
 from tests.support.gateway.served import serve_gateway
 from tests.support.simulation.standin_controller import StandIn, view

@@ -4,8 +4,8 @@ import json
 
 import msgspec
 
-from messages import events as ev
-from messages.errors import ErrorCode
+from loradock.messages import events as ev
+from loradock.messages.errors import ErrorCode
 from tests.support.simulation.standin_controller import view
 from tests.support.waiting import wait_until
 
@@ -109,7 +109,7 @@ def test_wrong_numbers_are_refused(served):
 
 
 def test_readers_are_bounded_and_leave_nothing(served, monkeypatch):
-    monkeypatch.setattr("gateway.page.live.READERS_MAX", 2)
+    monkeypatch.setattr("loradock.gateway.page.live.READERS_MAX", 2)
     readers = [Reader(served), Reader(served)]
     assert served.get("/events").status_code == 429
     for reader in readers:

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from gateway.adapters import views as model_cards
-from gateway.inference.sampling import Labels
-from messages import VERSION
-from messages import requests as rq
-from messages.errors import ErrorCode
+from loradock.gateway.adapters import views as model_cards
+from loradock.gateway.inference.sampling import Labels
+from loradock.messages import VERSION
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])

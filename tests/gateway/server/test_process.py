@@ -12,10 +12,10 @@ import httpx
 import msgspec
 import pytest
 
-from gateway.options import GatewayConfig, parse_address
-from gateway.server import process
-from messages import requests as rq
-from messages.progress import Progress
+from loradock.gateway.options import GatewayConfig, parse_address
+from loradock.gateway.server import process
+from loradock.messages import requests as rq
+from loradock.processes.progress import Progress
 from tests.support.gateway.served import post_bytes, read_all, serve_gateway
 from tests.support.plain_logs import reset_logs
 from tests.support.simulation.standin_controller import StandIn

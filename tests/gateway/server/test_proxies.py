@@ -2,9 +2,9 @@
 
 import pytest
 
-from gateway.http.security import with_cors
-from gateway.options import GatewayConfig, GatewayOptions
-from gateway.server.app import root_path_of
+from loradock.gateway.http.security import with_cors
+from loradock.gateway.options import GatewayConfig, GatewayOptions
+from loradock.gateway.server.app import root_path_of
 from tests.support.gateway.served import model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.options import AUTO_PARSER, GatewayOptions
-from gateway.tools import parsers
-from gateway.tools.blocks import Blocks
-from gateway.tools.formats import FORMATS, find_format
-from gateway.tools.parsers import ForcedArguments, ForcedCalls, FreeCalls, PlainText
+from loradock.gateway.options import AUTO_PARSER, GatewayOptions
+from loradock.gateway.tools import parsers
+from loradock.gateway.tools.blocks import Blocks
+from loradock.gateway.tools.formats import FORMATS, find_format
+from loradock.gateway.tools.parsers import ForcedArguments, ForcedCalls, FreeCalls, PlainText
 
 SCHEMAS = {
     "weather": {

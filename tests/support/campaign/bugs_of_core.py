@@ -3,13 +3,13 @@
 import heapq
 from typing import Any
 
-from controller.core import capacity, deadlines, engine_lifecycle, leases, request_handlers
-from controller.core.actions import SendCommand
-from controller.core.context import Context
-from controller.core.tables.answer_windows import AnswerWindows
-from controller.core.world import PREFETCH_PRIORITY
-from messages import commands
-from messages.ids import GPU_SLOT
+from loradock.controller.core import capacity, deadlines, engine_lifecycle, leases, request_handlers
+from loradock.controller.core.actions import SendCommand
+from loradock.controller.core.context import Context
+from loradock.controller.core.tables.answer_windows import AnswerWindows
+from loradock.controller.core.world import PREFETCH_PRIORITY
+from loradock.messages import commands
+from loradock.messages.ids import GPU_SLOT
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from controller.log import format as log_format
-from controller.log import replay as log_replay
-from controller.log import snapshots
-from controller.log.event_files import EventWriter
-from controller.log.format import LogFull, LogSyncFailed
-from controller.log.writer import Log
-from controller.shell.input_handler import InputHandler
+from loradock.controller.log import format as log_format
+from loradock.controller.log import replay as log_replay
+from loradock.controller.log import snapshots
+from loradock.controller.log.event_files import EventWriter
+from loradock.controller.log.format import LogFull, LogSyncFailed
+from loradock.controller.log.writer import Log
+from loradock.controller.server.input_handler import InputHandler
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 from tests.support.campaign.disk import SimulatedDisk
 

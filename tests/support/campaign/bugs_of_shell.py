@@ -3,17 +3,17 @@
 from typing import Any
 from unittest import mock
 
-from controller.client.calls import ClientCall
-from controller.client.streams import EventCursor
-from controller.shell import server as server_module
-from controller.shell.clients.client_table import ClientTable
-from controller.shell.clients.payloads import Payloads
-from controller.shell.engine_link import EngineLink
-from controller.shell.event_stream import EventStream
-from controller.shell.logical_clock import LogicalClock
-from controller.shell.operating.engine_supervision import EngineSupervision
-from engine.worker.controller_link import ControllerLink
-from engine.worker.seen_operations import SeenOperations
+from loradock.client.calls import ClientCall
+from loradock.client.streams import EventCursor
+from loradock.controller.server import server as server_module
+from loradock.controller.server.clients.client_table import ClientTable
+from loradock.controller.server.clients.payloads import Payloads
+from loradock.controller.server.engine_link import EngineLink
+from loradock.controller.server.event_stream import EventStream
+from loradock.controller.server.logical_clock import LogicalClock
+from loradock.controller.server.operating.engine_supervision import EngineSupervision
+from loradock.engine.worker.controller_link import ControllerLink
+from loradock.engine.worker.seen_operations import SeenOperations
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
 

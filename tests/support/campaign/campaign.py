@@ -8,11 +8,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from controller.core.actions import PublishEvent
-from controller.core.invariants import check
-from controller.log.event_files import EventReader
-from controller.log.replay import replay
-from messages import requests
+from loradock.controller.core.actions import PublishEvent
+from loradock.controller.core.invariants import check
+from loradock.controller.log.event_files import EventReader
+from loradock.controller.log.replay import replay
+from loradock.messages import requests
 from tests.support.campaign.client_process import ClientProcess, is_success
 from tests.support.campaign.controller_process import LOG_DIRECTORY
 from tests.support.campaign.machine import MACHINE

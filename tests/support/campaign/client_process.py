@@ -5,15 +5,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller.client.calls import ClientCall, GenerationCall, Timing
-from controller.client.errors import LoradockError
-from controller.client.pooling import PoolingCall
-from controller.client.session import Session
-from controller.client.streams import EventCursor, Gap
-from messages import requests
-from messages.events import Published
-from messages.ids import client_name, scoped
-from messages.wire import TOKEN_BYTES
+from loradock.client.calls import ClientCall, GenerationCall, Timing
+from loradock.client.errors import LoradockError
+from loradock.client.pooling import PoolingCall
+from loradock.client.session import Session
+from loradock.client.streams import EventCursor, Gap
+from loradock.messages import requests
+from loradock.messages.events import Published
+from loradock.messages.ids import client_name, scoped
+from loradock.messages.wire import TOKEN_BYTES
 from tests.support.campaign.machine import MACHINE, SECOND
 from tests.support.campaign.network import Link
 from tests.support.campaign.scheduler import Scheduler, Wakeup

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from controller.core.limits import RULES, limits_to
-from controller.core.world import World
-from controller.log.format import LogError
-from controller.log.writer import Log
-from controller.shell.access.permissions import LOCAL_ONLY
-from controller.shell.config import ServerConfig
-from controller.shell.operating.supervisor_link import SupervisorLink
-from controller.shell.server import Server
-from messages.records import FORMAT, Header
+from loradock.controller.core.limits import RULES, limits_to
+from loradock.controller.core.world import World
+from loradock.controller.log.format import LogError
+from loradock.controller.log.writer import Log
+from loradock.controller.server.access.permissions import LOCAL_ONLY
+from loradock.controller.server.config import ServerConfig
+from loradock.controller.server.operating.supervisor_link import SupervisorLink
+from loradock.controller.server.server import Server
+from loradock.messages.records import FORMAT, Header
 from tests.support.campaign.disk import SimulatedCrash, SimulatedDisk
 from tests.support.campaign.engine_process import SimulatedProgress
 from tests.support.campaign.machine import MACHINE, MS, RESTART_FD, SECOND
@@ -25,7 +25,7 @@ LOG_DIRECTORY: Final = DIRECTORY / "log"
 
 
 class SimulatedTransport:
-    """The public methods of `controller.shell.transport.Transport`, over links."""
+    """The public methods of `loradock.controller.server.transport.Transport`, over links."""
 
     def __init__(
         self, on_reply: Callable[[bytes, bytes], None], on_events: Callable[[bytes], None]

@@ -13,14 +13,14 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from controller.core.limits import Limits
-from engine.worker.seen_operations import SeenOperations
-from engine.worker.worker import Worker
-from messages import commands, reports, requests
-from messages.errors import ErrorCode
-from messages.ids import GPU_SLOT
-from messages.progress import Step
-from messages.views import EngineStatistics
+from loradock.controller.core.limits import Limits
+from loradock.engine.worker.seen_operations import SeenOperations
+from loradock.engine.worker.worker import Worker
+from loradock.messages import commands, reports, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import GPU_SLOT
+from loradock.messages.views import EngineStatistics
+from loradock.processes.progress import Step
 from tests.support.campaign.machine import MACHINE, MS
 from tests.support.campaign.network import Link
 from tests.support.campaign.scheduler import Scheduler, Wakeup
@@ -50,7 +50,7 @@ def output_vector(fingerprint: str, text: str) -> bytes:
 
 
 class SimulatedProgress:
-    """The step that a simulated process reports; see `messages.progress.Progress`."""
+    """The step that a simulated process reports; see `loradock.processes.progress.Progress`."""
 
     def __init__(self) -> None:
         self._step: Step | None = None
@@ -82,7 +82,7 @@ class EngineConduct:
 
 
 class ModelledEngine:
-    """The interface of `engine.worker.engine.Engine` over the simulated model."""
+    """The interface of `loradock.engine.worker.engine.Engine` over the simulated model."""
 
     def __init__(
         self, model: SimulatedEngine, conduct: EngineConduct, scheduler: Scheduler, pid: int

@@ -8,13 +8,13 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.client.calls import ClientCall
-from controller.core.world import World
-from messages import events, requests
-from messages.errors import ErrorCode
-from messages.events import Published
-from messages.ids import scoped, unscoped
-from messages.wire import EVENTS, REPLIES
+from loradock.client.calls import ClientCall
+from loradock.controller.core.world import World
+from loradock.messages import events, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.events import Published
+from loradock.messages.ids import scoped, unscoped
+from loradock.messages.wire import EVENTS, REPLIES
 from tests.support.campaign.client_process import (
     GENERATION_TIMEOUT_S,
     TIMEOUT_S,

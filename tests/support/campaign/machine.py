@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import Any, Final
 from unittest import mock
 
-from controller.core.controller import Controller
-from controller.shell.logical_clock import Clocks
-from messages.requests import LoadAdapter
+from loradock.controller.core.controller import Controller
+from loradock.controller.server.logical_clock import Clocks
+from loradock.messages.requests import LoadAdapter
 
 MS: Final = 1_000_000
 SECOND: Final = 1_000_000_000
@@ -27,7 +27,11 @@ RESTART_FD: Final = 99_999
 
 _START_NS: Final = 1_000 * SECOND
 _WALL_START_NS: Final = 1_700_000_000 * SECOND
-_PROGRAM: Final = ("controller.shell.", "controller.log.", "engine.worker.")
+_PROGRAM: Final = (
+    "loradock.controller.server.",
+    "loradock.controller.log.",
+    "loradock.engine.worker.",
+)
 """Modules with these names are run with the simulated machine."""
 
 
@@ -216,7 +220,7 @@ def simulated_machine() -> Iterator[Machine]:
         (gc, "gc", _NoCollection()),
         (ThreadPoolExecutor, "ThreadPoolExecutor", ImmediateExecutor),
     ]
-    with_files = ("controller.log.storage", "controller.log.repair")
+    with_files = ("loradock.controller.log.storage", "loradock.controller.log.repair")
     modules = [
         module
         for name, module in sorted(sys.modules.items())

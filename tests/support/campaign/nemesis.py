@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from messages import reports, requests
+from loradock.messages import reports, requests
 from tests.support.campaign.machine import MACHINE, MS, POISON_PATH, SECOND
 from tests.support.campaign.network import LinkFaults
 from tests.support.campaign.simulation import NAMES, Simulation, random_limits

@@ -6,17 +6,17 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.client.calls import ClientCall
-from controller.core.limits import Limits
-from controller.core.world import World
-from controller.log.format import LogDamaged, LogError, LogFull, LogSyncFailed
-from controller.log.repair import repair
-from controller.log.retention import Retention
-from controller.log.segments import verify
-from controller.log.snapshots import snapshot_paths
-from controller.log.snapshotter import SnapshotOrder, make_snapshot
-from controller.shell.config import ServerConfig
-from messages import requests
+from loradock.client.calls import ClientCall
+from loradock.controller.core.limits import Limits
+from loradock.controller.core.world import World
+from loradock.controller.log.format import LogDamaged, LogError, LogFull, LogSyncFailed
+from loradock.controller.log.repair import repair
+from loradock.controller.log.retention import Retention
+from loradock.controller.log.segments import verify
+from loradock.controller.log.snapshots import snapshot_paths
+from loradock.controller.log.snapshotter import SnapshotOrder, make_snapshot
+from loradock.controller.server.config import ServerConfig
+from loradock.messages import requests
 from tests.support.campaign.client_process import ClientProcess, Subscriber
 from tests.support.campaign.controller_process import (
     DIRECTORY,

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from messages import requests
-from messages.views import PrefetchTarget
+from loradock.messages import requests
+from loradock.messages.views import PrefetchTarget
 from tests.support.campaign.client_process import ClientProcess
 from tests.support.campaign.machine import MS
 from tests.support.campaign.simulation import NAMES, Simulation

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
-from engine.layout import ModuleShape
+from loradock.engine.adapters import LoadedAdapter, read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
+from loradock.engine.layout import ModuleShape
 
 Q, V, DOWN = (f"model.layers.0.{name}" for name in ("attn.q_proj", "attn.v_proj", "mlp.down_proj"))
 MODULES = {

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.adapters.layer_weights import LoRALayerWeights
-from engine.adapters.lora_model import LoRAModel
-from engine.residency.arena import Arena
-from engine.residency.staging import Blob, ModuleShape, stage
+from loradock.engine.adapters.layer_weights import LoRALayerWeights
+from loradock.engine.adapters.lora_model import LoRAModel
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import Blob, ModuleShape, stage
 
 SHAPES = [(16, 16), (16, 40), (40, 7), (3, 64), (128, 32)]
 MODULES = [ModuleShape(f"layers.{i}", *shape, i) for i, shape in enumerate(SHAPES)]

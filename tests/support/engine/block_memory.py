@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.paging.block_pool import BLOCK_TOKENS
-from engine.paging.paged_cache import PagedKVCache
+from loradock.engine.paging.block_pool import BLOCK_TOKENS
+from loradock.engine.paging.paged_cache import PagedKVCache
 
 
 def poison(cache: PagedKVCache, blocks: Sequence[int]) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.config import LoRAConfig
-from engine.layout import columns_of_one_adapter
-from engine.manager import LRUCacheLoRAModelManager
-from engine.punica import LoRAMapping
+from loradock.engine.config import LoRAConfig
+from loradock.engine.layout import columns_of_one_adapter
+from loradock.engine.manager import LRUCacheLoRAModelManager
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_adapters import make_model
 from tests.support.models.expert_examples import SERVED_FAMILIES

@@ -4,15 +4,15 @@ import threading
 
 from msgspec import structs
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.models.causal_model import CausalModel
-from engine.worker.engine import Engine
-from messages import commands as cm
-from messages import reports as rp
-from messages import requests
-from messages.errors import ErrorCode
-from messages.ids import GPU_SLOT, PINNED
-from messages.prompts import Sampling
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.worker.engine import Engine
+from loradock.messages import commands as cm
+from loradock.messages import reports as rp
+from loradock.messages import requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import GPU_SLOT, PINNED
+from loradock.messages.prompts import Sampling
 from tests.support.waiting import PAUSE_S, wait_until
 
 PROMPT = (72, 101, 108, 108, 111)

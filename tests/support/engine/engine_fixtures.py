@@ -12,10 +12,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.models.causal_model import CausalModel
-from engine.models.loading import load_model
 from examples.tiny_recipe import build_tokenizer
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.loading import load_model
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.engine.engine_examples import ADAPTERS, tiny_config
 

@@ -7,21 +7,21 @@ import pytest
 import torch
 from msgspec import structs
 
-from engine.adapters import read_adapter
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference.admission import SlotTable
-from engine.inference.generation_scheduler import GenerationScheduler
-from engine.inference.paged_batch import PagedBatch
-from engine.jobs import InlineJobs, Jobs
-from engine.models.binding import bind_lora
-from engine.models.causal_model import CausalModel
-from engine.punica import PunicaWrapper
-from engine.residency.staging import stage
-from messages.commands import StartGeneration
-from messages.ids import OpId
-from messages.prompts import Prompt, Sampling
-from messages.reports import GenerationEnded, OperationFailed
-from messages.requests import TokensStreamed
+from loradock.engine.adapters import read_adapter
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.inference.generation_scheduler import GenerationScheduler
+from loradock.engine.inference.paged_batch import PagedBatch
+from loradock.engine.jobs import InlineJobs, Jobs
+from loradock.engine.models.binding import bind_lora
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.punica import PunicaWrapper
+from loradock.engine.residency.staging import stage
+from loradock.messages.commands import StartGeneration
+from loradock.messages.ids import OpId
+from loradock.messages.prompts import Prompt, Sampling
+from loradock.messages.reports import GenerationEnded, OperationFailed
+from loradock.messages.requests import TokensStreamed
 from tests.support.engine.engine_examples import ADAPTERS
 
 NAMES = tuple(ADAPTERS)

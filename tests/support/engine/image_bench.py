@@ -13,22 +13,22 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, DynamicCache
 
-from engine.adapters import read_adapter
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference.admission import SlotTable
-from engine.jobs import InlineJobs, Jobs
-from engine.models.binding import bind_lora
-from engine.models.causal_model import CausalModel
-from engine.models.image_processor import ProcessedPrompt, load_processor
-from engine.models.kv_cache import BatchKVCache
-from engine.models.loading import load_model
-from engine.models.tokenization import prompt_tokens
-from engine.models.vision.image_inputs import position_offsets
-from engine.parallel import SINGLE, ParallelGroup
-from engine.punica import LoRAMapping
-from engine.residency.staging import stage
-from messages.ids import OpId
-from messages.prompts import Prompt
+from loradock.engine.adapters import read_adapter
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.jobs import InlineJobs, Jobs
+from loradock.engine.models.binding import bind_lora
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_processor import ProcessedPrompt, load_processor
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.loading import load_model
+from loradock.engine.models.tokenization import prompt_tokens
+from loradock.engine.models.vision.image_inputs import position_offsets
+from loradock.engine.parallel import SINGLE, ParallelGroup
+from loradock.engine.punica import LoRAMapping
+from loradock.engine.residency.staging import stage
+from loradock.messages.ids import OpId
+from loradock.messages.prompts import Prompt
 from tests.support.engine.generation_bench import SchedulerDriver
 from tests.support.models.image_examples import IMAGE_MODELS, build_with_processor, image_prompt
 from tests.support.models.image_text_examples import KINDS as FIRST_KINDS

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.adapters import LoRALayerWeights, LoRAModel
-from engine.config import LoRAConfig
-from engine.manager import LoRAModelManager, LRUCacheLoRAModelManager, create_lora_manager
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRALayerWeights, LoRAModel
+from loradock.engine.config import LoRAConfig
+from loradock.engine.manager import LoRAModelManager, LRUCacheLoRAModelManager, create_lora_manager
+from loradock.engine.punica import LoRAMapping
 
 VOCABULARY = 31
 PROMPT = (3, 1, 4, 1, 5)

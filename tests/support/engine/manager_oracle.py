@@ -6,7 +6,7 @@ It has no operations, queues or budgets, so it shares no logic with the core.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from messages.errors import ErrorCode
+from loradock.messages.errors import ErrorCode
 from tests.support.engine.manager_examples import Content
 
 

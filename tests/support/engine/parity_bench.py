@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.adapters import LoRAModel, read_adapter
-from engine.config import LoRAConfig
-from engine.kernels import choose_kernels
-from engine.models.caches.row_cache import RowCache
-from engine.models.causal_model import CausalModel
-from engine.paging.block_pool import BlockPool
-from engine.paging.block_table import BlockTable
-from engine.paging.flat_model import FlatModel, FlatRefused, try_flat
-from engine.paging.paged_cache import FlatRow
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
-from engine.residency.staging import Blob, stage
+from loradock.engine.adapters import LoRAModel, read_adapter
+from loradock.engine.config import LoRAConfig
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.models.caches.row_cache import RowCache
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.paging.block_pool import BlockPool
+from loradock.engine.paging.block_table import BlockTable
+from loradock.engine.paging.flat_model import FlatModel, FlatRefused, try_flat
+from loradock.engine.paging.paged_cache import FlatRow
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import Blob, stage
 from tests.support.engine.engine_examples import relative_error
 
 ParityRow = tuple[str | None, tuple[int, ...]]

@@ -9,17 +9,17 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from engine.adapters import read_adapter
-from engine.config import LoRAConfig
-from engine.kernels import choose_kernels
-from engine.models.pooling_model import PoolingModel
-from engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
-from engine.models.sharding import shard_model
-from engine.parallel import SINGLE, ParallelGroup
-from engine.punica import PunicaWrapper
-from engine.residency.arena import Arena
-from engine.residency.staging import stage
-from messages.views import PoolingTask
+from loradock.engine.adapters import read_adapter
+from loradock.engine.config import LoRAConfig
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
+from loradock.engine.models.sharding import shard_model
+from loradock.engine.parallel import SINGLE, ParallelGroup
+from loradock.engine.punica import PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import stage
+from loradock.messages.views import PoolingTask
 from tests.support.models.pooling_examples import ADAPTERS, TEXTS, PoolingExample
 
 NAMES = tuple(ADAPTERS)

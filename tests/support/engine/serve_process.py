@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from controller.client import Client
-from messages.requests import StatusShown
+from loradock.client import Client
+from loradock.messages.requests import StatusShown
 from tests.support.parallel.processes import ROOT, TINY
 from tests.support.waiting import HANG_S, wait_until
 
@@ -17,7 +17,7 @@ def serve(
     directory: Path, *options: str, model: Path = TINY / "model", prelude: str = ""
 ) -> Iterator[subprocess.Popen]:
     """`prelude`: code that the process runs first."""
-    command = [sys.executable, "-c", f"{prelude}\nfrom controller.cli.main import app; app()"]
+    command = [sys.executable, "-c", f"{prelude}\nfrom loradock.cli.main import app; app()"]
     command += ["--dir", str(directory), "serve", "--model", str(model)]
     command += ["--adapter-root", str(TINY / "adapters"), *options]
     with directory.with_suffix(".log").open("wb") as errors:

@@ -8,12 +8,12 @@ from typing import Any
 
 from msgspec import structs
 
-from controller.core.actions import PublishEvent, SendCommand, SendReply
-from controller.core.controller import Controller
-from controller.core.limits import Limits
-from engine.worker.engine import Engine
-from messages import commands, events, records, reports, requests
-from messages.prompts import Sampling
+from loradock.controller.core.actions import PublishEvent, SendCommand, SendReply
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import Limits
+from loradock.engine.worker.engine import Engine
+from loradock.messages import commands, events, records, reports, requests
+from loradock.messages.prompts import Sampling
 from tests.support.engine.engine_bench import PROMPT, EngineBench
 from tests.support.waiting import PAUSE_S, wait_until
 

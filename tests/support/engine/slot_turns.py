@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from engine.adapters import read_adapter
-from engine.config import EngineConfig
-from engine.models.causal_model import CausalModel
-from engine.residency.staging import Blob, stage
-from messages.commands import ResumeGeneration
-from messages.prompts import Sampling
-from messages.reports import GenerationEnded, OperationFailed
-from messages.requests import TokensStreamed
+from loradock.engine.adapters import read_adapter
+from loradock.engine.config import EngineConfig
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.residency.staging import Blob, stage
+from loradock.messages.commands import ResumeGeneration
+from loradock.messages.prompts import Sampling
+from loradock.messages.reports import GenerationEnded, OperationFailed
+from loradock.messages.requests import TokensStreamed
 from tests.support.engine.generation_bench import NAMES, GenerationBench
 
 SLOTS = 2

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.interface import Kernels
-from engine.kernels.operands import Groups, LoRASlices
-from engine.kernels.reference import reference_kernels
-from engine.layout import aligned_elements
-from engine.punica import grouping
-from engine.punica.grouping import Grouper, _DeviceBuffer
+from loradock.engine.kernels.interface import Kernels
+from loradock.engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.kernels.reference import reference_kernels
+from loradock.engine.layout import aligned_elements
+from loradock.engine.punica import grouping
+from loradock.engine.punica.grouping import Grouper, _DeviceBuffer
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from engine.adapters import LoRARequest
-from engine.config import LoRAConfig
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.models.causal_model import CausalModel
-from engine.punica import LoRAMapping, MappingType
+from loradock.engine.adapters import LoRARequest
+from loradock.engine.config import LoRAConfig
+from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.punica import LoRAMapping, MappingType
 from tests.support.models.image_rows import WIDTH, ImageRow, entries, images, inputs
 from tests.support.models.image_text_examples import build
 

@@ -1,6 +1,6 @@
 """Outputs that a stand-in generates, for tests of what a gateway makes of them."""
 
-from messages import requests as rq
+from loradock.messages import requests as rq
 
 
 def generate(served, text, reason="stop", *, characters=3):

@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from gateway.options import GatewayConfig
-from gateway.server.process import open_listener, serve
-from messages import requests as rq
-from messages.errors import ErrorCode
-from messages.progress import Progress
+from loradock.gateway.options import GatewayConfig
+from loradock.gateway.server.process import open_listener, serve
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
+from loradock.processes.progress import Progress
 from tests.support.parallel.processes import TINY
 from tests.support.simulation.standin_controller import StandIn, view
 from tests.support.waiting import HANG_S, wait_until

@@ -15,15 +15,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.gpu.embedding import lookup_kernel
-from engine.kernels.gpu.experts import (
+from loradock.engine.kernels.gpu.embedding import lookup_kernel
+from loradock.engine.kernels.gpu.experts import (
     experts_expand_kernel,
     experts_shrink_kernel,
     experts_sum_kernel,
 )
-from engine.kernels.gpu.linear import fused_kernel
-from engine.kernels.gpu.shrink_expand import expand_kernel, shrink_kernel, sum_splits_kernel
-from engine.kernels.gpu.tile_configs import (
+from loradock.engine.kernels.gpu.linear import fused_kernel
+from loradock.engine.kernels.gpu.shrink_expand import (
+    expand_kernel,
+    shrink_kernel,
+    sum_splits_kernel,
+)
+from loradock.engine.kernels.gpu.tile_configs import (
     EXPERTS_CONFIGS,
     LINEAR_CONFIGS,
     LOOKUP,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels import Kernels
-from engine.kernels.expert_groups import ExpertGroups, group_experts
-from engine.layout import ModuleKind
+from loradock.engine.kernels import Kernels
+from loradock.engine.kernels.expert_groups import ExpertGroups, group_experts
+from loradock.engine.layout import ModuleKind
 from tests.support.kernels.kernel_cases import (
     IS_INTERPRETED,
     REPEATS,

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels import Kernels, choose_kernels
-from engine.kernels.directory import SlotDirectory
-from engine.kernels.expert_groups import ExpertGroups
-from engine.kernels.operands import Groups, LoRASlices
-from engine.layout import ModuleKind, ModuleShape, aligned_elements, slice_elements
-from engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.kernels import Kernels, choose_kernels
+from loradock.engine.kernels.directory import SlotDirectory
+from loradock.engine.kernels.expert_groups import ExpertGroups
+from loradock.engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.layout import ModuleKind, ModuleShape, aligned_elements, slice_elements
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IS_COMPILED = os.environ.get("LORADOCK_TEST_COMPILED") == "1"

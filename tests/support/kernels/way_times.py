@@ -1,6 +1,6 @@
 """Measured times of a model's products, made up by the name of the way."""
 
-from engine.kernels.cpu.base_linear import ROWS, WAYS, WayTimes
+from loradock.engine.kernels.cpu.base_linear import ROWS, WAYS, WayTimes
 
 LAST = list(WAYS)[-1]
 """The way that can be made fast."""

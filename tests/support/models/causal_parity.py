@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.adapters import LoRARequest
-from engine.config import LoRAConfig
-from engine.errors import EngineError, ModelRefused
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.models.causal_model import CausalModel
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRARequest
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import EngineError, ModelRefused
+from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.parity_bench import ServerBench
 from tests.support.models.causal_configs import DECODERS, NOT_BUILDABLE, build_model

@@ -29,7 +29,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import IllustratedPrompt
 from tests.support.models.image_text_examples import KINDS, MORE_KINDS, TEXT
 
 VOCABULARY = 300

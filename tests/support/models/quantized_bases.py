@@ -14,13 +14,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.adapters import LoRARequest
-from engine.config import EngineConfig, LoRAConfig
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.models.loading import load_model
-from engine.models.quantization import loading_options
-from engine.parallel import ParallelGroup
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRARequest
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.models.loading import load_model
+from loradock.engine.models.quantization import loading_options
+from loradock.engine.parallel import ParallelGroup
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.parity_bench import ParityBench, PeftReference
 from tests.supported import QUANTIZED_ON_CPU

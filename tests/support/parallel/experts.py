@@ -12,21 +12,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.adapters import read_adapter
-from engine.config import LoRAConfig
-from engine.errors import EngineError, ModelRefused
-from engine.kernels import choose_kernels
-from engine.layers import wrapper_of, wrappers_for
-from engine.layers.experts import ExpertsWithLoRA
-from engine.layers.fully_sharded_experts import FusedMoE3DWithShardedLoRA
-from engine.layers.parallel_experts import ParallelExperts
-from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import BatchKVCache
-from engine.models.sharding import shard_model
-from engine.parallel import ParallelGroup
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
-from engine.residency.staging import stage
+from loradock.engine.adapters import read_adapter
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import EngineError, ModelRefused
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layers import wrapper_of, wrappers_for
+from loradock.engine.layers.experts import ExpertsWithLoRA
+from loradock.engine.layers.fully_sharded_experts import FusedMoE3DWithShardedLoRA
+from loradock.engine.layers.parallel_experts import ParallelExperts
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.sharding import shard_model
+from loradock.engine.parallel import ParallelGroup
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import stage
 from tests.support.engine.dummies import MODELS, run_dummy
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_adapters import make_model

@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
-from engine import parallel
-from engine.jobs import InlineJobs
-from engine.models import binding
-from engine.residency.copier import ThreadCopier, ThreadCopy
-from engine.worker import engine as engine_module
-from engine.worker import leader, process
-from engine.worker.leader import Leader
-from messages import commands as cm
-from messages.ids import GPU_SLOT
-from messages.prompts import Sampling
-from messages.reports import GenerationEnded, OperationFailed
-from messages.requests import TokensStreamed
+from loradock.engine import parallel
+from loradock.engine.jobs import InlineJobs
+from loradock.engine.models import binding
+from loradock.engine.residency.copier import ThreadCopier, ThreadCopy
+from loradock.engine.worker import engine as engine_module
+from loradock.engine.worker import leader, process
+from loradock.engine.worker.leader import Leader
+from loradock.messages import commands as cm
+from loradock.messages.ids import GPU_SLOT
+from loradock.messages.prompts import Sampling
+from loradock.messages.reports import GenerationEnded, OperationFailed
+from loradock.messages.requests import TokensStreamed
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.parallel.forked_processes import ROOT
 from tests.support.waiting import HANG_S

@@ -4,10 +4,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.jobs import ThreadedJobs
-from engine.parallel import ParallelGroup
-from engine.worker.collective_jobs import CollectiveJobs
-from messages.prompts import Sampling
+from loradock.engine.jobs import ThreadedJobs
+from loradock.engine.parallel import ParallelGroup
+from loradock.engine.worker.collective_jobs import CollectiveJobs
+from loradock.messages.prompts import Sampling
 from tests.support.engine.image_bench import ImageBench, PromptRow
 from tests.support.models.image_examples import image_prompt, picture
 from tests.support.parallel.ranks import serve

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.kernels import choose_kernels
-from engine.layers import (
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layers import (
     BaseLayerWithLoRA,
     ColumnParallelLinear,
     ColumnParallelLinearWithLoRA,
@@ -32,9 +32,9 @@ from engine.layers import (
     RowParallelLinearWithShardedLoRA,
     VocabParallelEmbedding,
 )
-from engine.parallel import SINGLE, ParallelGroup
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
+from loradock.engine.parallel import SINGLE, ParallelGroup
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
 from tests.support.engine.engine_examples import relative_error
 from tests.support.parallel.ranks import serve
 

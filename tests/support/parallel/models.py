@@ -27,21 +27,21 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.adapters.layer_weights import LoRALayerWeights
-from engine.adapters.lora_model import LoRAModel
-from engine.adapters.reader import read_adapter
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit, ModelRefused
-from engine.kernels import choose_kernels
-from engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
-from engine.layout import ModuleShape, columns_of_one_adapter
-from engine.models.causal_model import CausalModel
-from engine.models.sharding import Sharding, shard_model
-from engine.models.weights.source import WeightsSource
-from engine.parallel import ParallelGroup
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.residency.arena import Arena
-from engine.residency.staging import stage
+from loradock.engine.adapters.layer_weights import LoRALayerWeights
+from loradock.engine.adapters.lora_model import LoRAModel
+from loradock.engine.adapters.reader import read_adapter
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit, ModelRefused
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
+from loradock.engine.layout import ModuleShape, columns_of_one_adapter
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.sharding import Sharding, shard_model
+from loradock.engine.models.weights.source import WeightsSource
+from loradock.engine.parallel import ParallelGroup
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.staging import stage
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.causal_configs import build_model
 from tests.support.models.causal_fields import FIELDS

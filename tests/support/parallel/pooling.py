@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import ModelRefused
-from engine.inference.admission import SlotTable
-from engine.inference.pooling_scheduler import PoolingScheduler
-from engine.layout import columns_of_one_adapter
-from engine.models.sharding import shard_model
-from engine.parallel import ParallelGroup
-from messages.commands import StartPooling
-from messages.reports import OperationFailed, PoolingEnded, Report
-from messages.views import PoolingTask
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.inference.admission import SlotTable
+from loradock.engine.inference.pooling_scheduler import PoolingScheduler
+from loradock.engine.layout import columns_of_one_adapter
+from loradock.engine.models.sharding import shard_model
+from loradock.engine.parallel import ParallelGroup
+from loradock.messages.commands import StartPooling
+from loradock.messages.reports import OperationFailed, PoolingEnded, Report
+from loradock.messages.views import PoolingTask
 from tests.support.engine.pooling_bench import PoolingBench
 from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS, TEXTS, PoolingExample
 from tests.support.parallel.ranks import serve

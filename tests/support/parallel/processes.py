@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from controller.core.limits import Limits
-from controller.shell.config import ServerConfig, Supervision
-from controller.shell.transport import endpoint
+from loradock.controller.core.limits import Limits
+from loradock.controller.server.config import ServerConfig, Supervision
+from loradock.controller.server.transport import endpoint
 from tests.support.parallel.forked_processes import ROOT, ForkedProcess, forker
 from tests.support.simulation.key_examples import engine_arguments
 from tests.support.waiting import HANG_S
@@ -35,7 +35,7 @@ LIMITS = Limits(
 )
 
 
-CONTROLLER = "controller.shell.process"
+CONTROLLER = "loradock.controller.server.process"
 STEPPED_CONTROLLER = "tests.support.parallel.stepped_controller"
 
 _HASH_SEEDS = 3
@@ -108,7 +108,7 @@ def engine(
     model: Path = TINY / "model",
     options: tuple[str, ...] = (),
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, "-m", "engine.worker"]
+    command = [sys.executable, "-m", "loradock.engine.worker"]
     command += ["--connect", endpoint(directory, "engine.sock"), "--model", str(model)]
     command += engine_arguments(directory)
     command += ["--max-loras", str(limits.slots_max), "--max-lora-rank", "64"]

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.parallel import ParallelGroup, join_group, leave_group
+from loradock.engine.parallel import ParallelGroup, join_group, leave_group
 
 ROOT = Path(__file__).parents[3]
 Case = Callable[..., Any]

@@ -1,7 +1,7 @@
 """A controller process whose wall clock a test sets: `stepped_controller OFFSET CONFIG`.
 
 OFFSET is a file with the clock's error in nanoseconds, 8 bytes, which is read at every use. The
-rest of the arguments are those of `controller.shell.process`.
+rest of the arguments are those of `loradock.controller.server.process`.
 """
 
 import mmap
@@ -11,9 +11,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-from controller.shell import process
-from controller.shell.logical_clock import SYSTEM_CLOCKS
-from controller.shell.server import Server
+from loradock.controller.server import process
+from loradock.controller.server.logical_clock import SYSTEM_CLOCKS
+from loradock.controller.server.server import Server
 
 _OFFSET = struct.Struct("<q")
 

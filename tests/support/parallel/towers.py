@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.config import LoRAConfig
-from engine.layout import columns_of_one_adapter
-from engine.models.binding import bind_lora
-from engine.models.causal_model import CausalModel
-from engine.models.sharding import shard_model
-from engine.parallel import ParallelGroup
-from engine.punica import LoRAMapping, MappingType
-from engine.residency.staging import stage
+from loradock.engine.config import LoRAConfig
+from loradock.engine.layout import columns_of_one_adapter
+from loradock.engine.models.binding import bind_lora
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.sharding import shard_model
+from loradock.engine.parallel import ParallelGroup
+from loradock.engine.punica import LoRAMapping, MappingType
+from loradock.engine.residency.staging import stage
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.image_rows import WIDTH, ImageRow, entries, images, inputs
 from tests.support.models.image_text_examples import build

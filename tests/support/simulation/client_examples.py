@@ -1,9 +1,9 @@
 """A session without sockets, with functions that start its calls and deliver its answers."""
 
-from controller.client.calls import NO_ID, Timing
-from controller.client.session import Session, generate_request
-from messages import requests as rq
-from messages.wire import REPLIES, REQUESTS
+from loradock.client.calls import NO_ID, Timing
+from loradock.client.session import Session, generate_request
+from loradock.messages import requests as rq
+from loradock.messages.wire import REPLIES, REQUESTS
 
 TIMING = Timing(retry_s_min=0.5, retry_s_max=5.0, slack_s=2.0, lost_tokens_s=10.0)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from controller.cli.main import app
+from loradock.cli.main import app
 
 ROOT = Path(__file__).parents[3]
 COMMAND = """
 import signal
-from controller.cli.main import app
+from loradock.cli.main import app
 # A shell makes its background processes ignore this signal, and tests may be one of them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 app(prog_name="loradock")

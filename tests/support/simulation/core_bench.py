@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from controller.core.limits import Limits
-from controller.core.world import Adapter
-from messages import events, records, requests
-from messages.errors import ErrorCode
-from messages.views import PoolingTask
+from loradock.controller.core.limits import Limits
+from loradock.controller.core.world import Adapter
+from loradock.messages import events, records, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.views import PoolingTask
 from tests.support.simulation.deployment import Deployment
 from tests.support.simulation.engine_records import Content
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from messages.errors import ErrorCode
+from loradock.messages.errors import ErrorCode
 from tests.support.parallel.processes import TINY
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

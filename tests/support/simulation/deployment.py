@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from controller.core.actions import Action, PublishEvent, SendCommand, SendReply, SetTimer
-from controller.core.controller import Controller
-from controller.core.limits import Limits
-from controller.core.request_handlers import REQUESTS, Pending
-from messages import commands, records, reports, requests
-from messages.errors import ErrorCode
+from loradock.controller.core.actions import Action, PublishEvent, SendCommand, SendReply, SetTimer
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import Limits
+from loradock.controller.core.request_handlers import REQUESTS, Pending
+from loradock.messages import commands, records, reports, requests
+from loradock.messages.errors import ErrorCode
 from tests.support.simulation.engine import Files, SimulatedEngine
 from tests.support.simulation.oracle import Oracle
 

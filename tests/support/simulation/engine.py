@@ -10,10 +10,10 @@ from typing import Any
 
 from msgspec import structs
 
-from controller.core.limits import Limits
-from messages import commands, reports
-from messages.errors import ErrorCode
-from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
+from loradock.controller.core.limits import Limits
+from loradock.messages import commands, reports
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
 from tests.support.simulation.engine_records import Content, EngineAdapter, RunningOperation
 
 Files = dict[str, Content]

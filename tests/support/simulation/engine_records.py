@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from messages import reports
-from messages.ids import CPU_CACHED, NO_SLOT, AdapterState
+from loradock.messages import reports
+from loradock.messages.ids import CPU_CACHED, NO_SLOT, AdapterState
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from controller.core.context import Context
-from controller.core.controller import Controller
-from messages.records import ControllerStarted, InputSkipped
+from loradock.controller.core.context import Context
+from loradock.controller.core.controller import Controller
+from loradock.messages.records import ControllerStarted, InputSkipped
 
 MUTATIONS = (
     *("answer", "publish", "next_op", "issue", "issue_for", "mark_changed", "keep"),

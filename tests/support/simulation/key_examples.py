@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from controller.shell.access.keys import AllowedKey, KeyStore, Right, new_pair
-from messages.key_files import (
+from loradock.controller.server.access.keys import AllowedKey, KeyStore, Right, new_pair
+from loradock.processes.key_files import (
     KeyPair,
     public_key_path,
     read_key_pair,

@@ -1,8 +1,8 @@
 """A link without a peer: a test returns it reports and sees the frames that it sends."""
 
-from controller.shell.engine_link import EngineLink
-from messages import commands, reports
-from messages.wire import COMMANDS, REPORTS, DecodedFrame
+from loradock.controller.server.engine_link import EngineLink
+from loradock.messages import commands, reports
+from loradock.messages.wire import COMMANDS, REPORTS, DecodedFrame
 from tests.support.simulation.link_simulation import SECOND_NS, TIMEOUT_NS
 
 EPOCH = 7

@@ -7,11 +7,11 @@ for each task, and another one if an inventory shows that the last one did not a
 
 from dataclasses import dataclass, field
 
-from controller.shell.engine_link import EngineLink
-from engine.worker.controller_link import ControllerLink
-from messages import commands, reports
-from messages.ids import Seq
-from messages.wire import COMMANDS
+from loradock.controller.server.engine_link import EngineLink
+from loradock.engine.worker.controller_link import ControllerLink
+from loradock.messages import commands, reports
+from loradock.messages.ids import Seq
+from loradock.messages.wire import COMMANDS
 
 SECOND_NS = 1_000_000_000
 TIMEOUT_NS = 10 * SECOND_NS

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from controller.log import storage
-from controller.log.segments import read
-from controller.log.writer import Log
-from messages.records import FORMAT, Header, Record
+from loradock.controller.log import storage
+from loradock.controller.log.segments import read
+from loradock.controller.log.writer import Log
+from loradock.messages.records import FORMAT, Header, Record
 from tests.support.simulation.message_examples import input_examples
 
 HEADER = Header(FORMAT, 1, "lru", {"slots_max": 4, "host_adapters_max": 16}, 0)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-from controller.core.actions import Action
-from controller.core.controller import Controller
-from controller.core.limits import RULES, Limits, limits_to
-from controller.log.storage import DISK, Storage
-from controller.log.writer import Log
-from messages.records import FORMAT, Header, Record
+from loradock.controller.core.actions import Action
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import RULES, Limits, limits_to
+from loradock.controller.log.storage import DISK, Storage
+from loradock.controller.log.writer import Log
+from loradock.messages.records import FORMAT, Header, Record
 from tests.support.simulation.workload import random_history
 
 _decode = msgspec.msgpack.Decoder(Record).decode

@@ -3,11 +3,11 @@
 Each violates the format in one place and would be valid without that.
 """
 
-from messages import reports as rp
-from messages import requests as rq
-from messages.errors import ErrorCode
-from messages.prompts import IllustratedPrompt, Sampling
-from messages.wire import FRAME_BYTES_MAX, REPLIES, REPORTS, REQUESTS
+from loradock.messages import reports as rp
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import IllustratedPrompt, Sampling
+from loradock.messages.wire import FRAME_BYTES_MAX, REPLIES, REPORTS, REQUESTS
 
 NAMES = ("..", "a..b", ".", "", "a/b", "/etc", "a\n", "a\0", "a b", "ä", "x" * 129)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from controller.log.storage import Storage, Wait
+from loradock.controller.log.storage import Storage, Wait
 
 FALLIBLE = ("create", "write", "cut", "sync_data", "sync", "rename", "remove")
 """The operations that can fail, by the names of their methods."""

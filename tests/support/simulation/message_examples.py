@@ -9,11 +9,11 @@ from typing import Any, get_args
 import msgspec
 from hypothesis import strategies as st
 
-from messages import commands, control, events, reports, requests
-from messages.errors import ErrorCode
-from messages.ids import NAME_PATTERN, REQUEST_PATTERN
-from messages.prompts import IllustratedPrompt, Sampling, Structure, Truncation
-from messages.records import (
+from loradock.messages import commands, control, events, reports, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import NAME_PATTERN, REQUEST_PATTERN
+from loradock.messages.prompts import IllustratedPrompt, Sampling, Structure, Truncation
+from loradock.messages.records import (
     ControllerStarted,
     EngineLost,
     GenerationRequested,
@@ -26,7 +26,7 @@ from messages.records import (
     RecordOfFormat1,
     TimerFired,
 )
-from messages.views import (
+from loradock.messages.views import (
     AdapterCounters,
     AdapterUse,
     Distribution,

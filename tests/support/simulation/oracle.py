@@ -6,8 +6,8 @@ reply, command and event is compared with it. The controller's own invariants ar
 
 from typing import Any
 
-from controller.core.world import World
-from messages import commands, events, records, requests
+from loradock.controller.core.world import World
+from loradock.messages import commands, events, records, requests
 
 _STATE_AFTER: dict[type, str] = {
     events.AdapterCached: "cpu-cached",

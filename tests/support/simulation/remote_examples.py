@@ -10,10 +10,10 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from messages import requests
-from messages.addresses import ENGINE_PORT_OFFSET
-from messages.key_files import KeyPair, read_key_pair
-from messages.wire import REPLIES, REQUESTS, TOKEN_BYTES
+from loradock.messages import requests
+from loradock.messages.addresses import ENGINE_PORT_OFFSET
+from loradock.messages.wire import REPLIES, REQUESTS, TOKEN_BYTES
+from loradock.processes.key_files import KeyPair, read_key_pair
 from tests.support.simulation.key_examples import server_key, use_keys
 from tests.support.waiting import HANG_S, wait_until
 

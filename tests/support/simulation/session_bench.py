@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from controller.core.controller import Controller
-from controller.core.limits import Limits
-from controller.shell.client_sessions import ClientSessions
-from controller.shell.default_adapters import DefaultAdapters
-from messages import commands, records, reports
-from messages import requests as rq
-from messages.ids import client_name, scoped
-from messages.views import PoolingTask
-from messages.wire import REPLIES, REQUESTS, TOKEN_BYTES
+from loradock.controller.core.controller import Controller
+from loradock.controller.core.limits import Limits
+from loradock.controller.server.client_sessions import ClientSessions
+from loradock.controller.server.default_adapters import DefaultAdapters
+from loradock.messages import commands, records, reports
+from loradock.messages import requests as rq
+from loradock.messages.ids import client_name, scoped
+from loradock.messages.views import PoolingTask
+from loradock.messages.wire import REPLIES, REQUESTS, TOKEN_BYTES
 
 LIMITS = Limits(requests_max=4)
 ENGINE = reports.EngineInventory("e", 1, "m", 8, 1 << 30)

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from controller.log.segments import read
-from controller.shell.transport import endpoint
-from engine.worker.controller_link import ControllerLink
-from messages import commands, reports, requests
-from messages.errors import ErrorCode
-from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED
-from messages.wire import COMMANDS, EVENTS, REPLIES, REQUESTS, TOKEN_BYTES
+from loradock.controller.log.segments import read
+from loradock.controller.server.transport import endpoint
+from loradock.engine.worker.controller_link import ControllerLink
+from loradock.messages import commands, reports, requests
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED
+from loradock.messages.wire import COMMANDS, EVENTS, REPLIES, REQUESTS, TOKEN_BYTES
 from tests.support.parallel.processes import ControllerProcess
 from tests.support.simulation.key_examples import use_engine_keys
 from tests.support.waiting import HANG_S, wait_until

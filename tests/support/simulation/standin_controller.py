@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from messages import events as ev
-from messages import requests as rq
-from messages.errors import ErrorCode
-from messages.prompts import MAX_TOKENS_DEFAULT
-from messages.views import AdapterUse, EngineStatistics, Placement, TokenLogprob
-from messages.wire import EVENTS, REPLIES, REQUESTS
+from loradock.messages import events as ev
+from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
+from loradock.messages.prompts import MAX_TOKENS_DEFAULT
+from loradock.messages.views import AdapterUse, EngineStatistics, Placement, TokenLogprob
+from loradock.messages.wire import EVENTS, REPLIES, REQUESTS
 from tests.support.waiting import HANG_S
 
 BEAT_S = 0.05

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from controller.log.writer import Log
-from controller.shell.config import ServerConfig
-from controller.shell.logical_clock import Clocks
-from controller.shell.operating.settings_file import SettingsFile
-from controller.shell.process import _open_log
-from controller.shell.server import Server
-from controller.shell.transport import Transport
-from messages import requests
+from loradock.controller.log.writer import Log
+from loradock.controller.server.config import ServerConfig
+from loradock.controller.server.logical_clock import Clocks
+from loradock.controller.server.operating.settings_file import SettingsFile
+from loradock.controller.server.process import _open_log
+from loradock.controller.server.server import Server
+from loradock.controller.server.transport import Transport
+from loradock.messages import requests
 from tests.support.parallel.processes import LIMITS
 from tests.support.simulation.shell_examples import RawClient
 from tests.support.waiting import HANG_S

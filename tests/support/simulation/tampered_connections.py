@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import zmq
 
-from messages.key_files import KeyPair
+from loradock.processes.key_files import KeyPair
 from tests.support.simulation.key_examples import use_keys
 from tests.support.waiting import HANG_S
 

@@ -8,9 +8,9 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from controller.core.limits import Limits
-from messages import commands, records, requests
-from messages.errors import ErrorCode
+from loradock.controller.core.limits import Limits
+from loradock.messages import commands, records, requests
+from loradock.messages.errors import ErrorCode
 from tests.support.simulation.deployment import Deployment
 from tests.support.simulation.engine_records import Content, EngineAdapter, RunningOperation
 

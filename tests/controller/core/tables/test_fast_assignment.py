@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from controller.core import world
-from controller.core.tables.counters import Counters
-from controller.core.tables.fast_assignment import fast_assignment
+from loradock.controller.core import world
+from loradock.controller.core.tables.counters import Counters
+from loradock.controller.core.tables.fast_assignment import fast_assignment
 
 CHANGED = [
     kind

@@ -12,12 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.files.directory import OpenFile
-from engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
-from engine.config import AdapterBounds
-from engine.errors import (
+from loradock.engine.adapters import LoadedAdapter, read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.files.directory import OpenFile
+from loradock.engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.config import AdapterBounds
+from loradock.engine.errors import (
     AdapterConfigRefused,
     AdapterNotFound,
     AdapterUnsound,
@@ -224,7 +224,10 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(root: Path) -> No
 def test_nothing_is_allocated_for_tensors_that_do_not_fit(root: Path) -> None:
     write(root / "bad", weights=tensors(q_A=torch.ones(4, 17)))
     with (
-        patch("engine.adapters.files.safetensors_reader.allocate_host", side_effect=AssertionError),
+        patch(
+            "loradock.engine.adapters.files.safetensors_reader.allocate_host",
+            side_effect=AssertionError,
+        ),
         pytest.raises(EngineError),
     ):
         read_at("bad", root)

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.files import located
-from engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
-from engine.errors import AdapterNotFound, Conflict, PathNotAllowed
+from loradock.engine.adapters import LoadedAdapter, read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.files import located
+from loradock.engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.errors import AdapterNotFound, Conflict, PathNotAllowed
 from tests.support.engine.adapter_examples import LORA_CONFIG, MODULES, Q, tensors, write
 
 FILES = (CONFIG_NAME, WEIGHTS_NAME)

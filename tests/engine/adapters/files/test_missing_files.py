@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.adapters import read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
-from engine.errors import AdapterNotFound
+from loradock.engine.adapters import read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.errors import AdapterNotFound
 from tests.support.engine.adapter_examples import LORA_CONFIG, MODULES, write
 
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from engine.adapters import LoRAModel, PEFTHelper, read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.files import directory
-from engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
-from engine.adapters.files.weights_names import INDEX_NAME
-from engine.errors import Conflict
+from loradock.engine.adapters import LoRAModel, PEFTHelper, read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.files import directory
+from loradock.engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.files.weights_names import INDEX_NAME
+from loradock.engine.errors import Conflict
 from tests.support.engine.adapter_examples import CONFIG, LORA_CONFIG, MODULES, tensors, write
 from tests.support.seeds import fresh_seed
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
-from engine.adapters.files.bounded_json import C_TEXT_MAX, DIGITS_MAX
-from engine.adapters.files.problems import shown
-from engine.adapters.files.safetensors_header import (
+from loradock.engine.adapters.files.bounded_json import C_TEXT_MAX, DIGITS_MAX
+from loradock.engine.adapters.files.problems import shown
+from loradock.engine.adapters.files.safetensors_header import (
     LENGTH_BYTES,
     header_length,
     parse_header,
 )
-from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.errors import AdapterUnsound, code_of
-from messages.errors import ErrorCode
+from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
+from loradock.engine.errors import AdapterUnsound, code_of
+from loradock.messages.errors import ErrorCode
 from tests.support.engine.adapter_examples import stored
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]

@@ -10,15 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from engine.adapters import read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.files.directory import OpenFile, open_adapter
-from engine.adapters.files.safetensors_reader import SafetensorsFile
-from engine.adapters.files.weights_file import ReadTensors
-from engine.config import DEFAULT_BOUNDS
-from engine.errors import NotFinite
-from engine.layout import Shard
-from engine.submatrix import WHOLE_TENSOR, ByteRange, Submatrix, byte_ranges_of
+from loradock.engine.adapters import read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.files.directory import OpenFile, open_adapter
+from loradock.engine.adapters.files.safetensors_reader import SafetensorsFile
+from loradock.engine.adapters.files.weights_file import ReadTensors
+from loradock.engine.config import DEFAULT_BOUNDS
+from loradock.engine.errors import NotFinite
+from loradock.engine.layout import Shard
+from loradock.engine.submatrix import WHOLE_TENSOR, ByteRange, Submatrix, byte_ranges_of
 from tests.support.engine.adapter_examples import (
     LORA_CONFIG,
     MODULES,

@@ -15,11 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.errors import AdapterNotFound, AdapterUnsound, EngineError, NotFinite
-from engine.layout import Shard
+from loradock.engine.adapters import LoadedAdapter, read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
+from loradock.engine.errors import AdapterNotFound, AdapterUnsound, EngineError, NotFinite
+from loradock.engine.layout import Shard
 from tests.support.engine.adapter_examples import (
     CONFIG,
     LORA_CONFIG,
@@ -135,6 +135,6 @@ def test_a_damaged_file_is_refused_or_read(tmp_path: Path, data: st.DataObject) 
 
 def test_the_package_is_imported_only_for_such_a_file(tmp_path: Path) -> None:
     before = "tensorizer" in sys.modules
-    importlib.import_module("engine.adapters")
+    importlib.import_module("loradock.engine.adapters")
     assert load(write(tmp_path / "a")).model.loras
     assert ("tensorizer" in sys.modules) == before

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
-from engine.adapters.compatibility import AdapterTarget
-from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.errors import AdapterNotFound, AdapterUnsound, Conflict, EngineError, NotFinite
+from loradock.engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
+from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
+from loradock.engine.errors import AdapterNotFound, AdapterUnsound, Conflict, EngineError, NotFinite
 from tests.support.engine.adapter_examples import (
     CONFIG,
     LORA_CONFIG,

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.adapters import read_adapter
-from engine.config import EngineConfig
-from engine.inference import padded_batch
-from engine.inference.decoding.cuda_graphs import GraphRunner
-from engine.inference.decoding.decode import DecodeStrategy, StaticDecode
-from engine.models import binding
-from engine.models.causal_model import CausalModel
-from engine.punica import PunicaWrapper
-from engine.residency.staging import stage
-from messages.prompts import Sampling
+from loradock.engine.adapters import read_adapter
+from loradock.engine.config import EngineConfig
+from loradock.engine.inference import padded_batch
+from loradock.engine.inference.decoding.cuda_graphs import GraphRunner
+from loradock.engine.inference.decoding.decode import DecodeStrategy, StaticDecode
+from loradock.engine.models import binding
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.punica import PunicaWrapper
+from loradock.engine.residency.staging import stage
+from loradock.messages.prompts import Sampling
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, GenerationBench
 from tests.support.engine.table_kernels import table_kernels, use_fixed_tables
 from tests.support.engine.tape_capture import TapeCapture

@@ -7,15 +7,15 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.inference.decoding.cuda_graphs import (
+from loradock.engine.inference.decoding.cuda_graphs import (
     CudaCapture,
     DecodeStep,
     GraphKey,
     GraphRunner,
     WeakShared,
 )
-from engine.kernels import choose_kernels
-from engine.punica import LoRAMapping, PunicaWrapper
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from tests.support.engine.tape_capture import TapeCapture
 
 SLOTS = [1, 2, 3, 4, 5, 6]

@@ -10,17 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.inference import padded_batch
-from engine.inference.decoding.cuda_graphs import DecodeStep, GraphRunner, SyncCheckedRunner
-from engine.inference.decoding.decode import StaticDecode
-from engine.kernels import choose_kernels
-from engine.layout import next_power_of_two
-from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
-from engine.models.kv_cache_layer import StaticKVLayer
-from engine.punica import LoRAMapping, PunicaWrapper
-from messages.prompts import Sampling
+from loradock.engine.config import EngineConfig
+from loradock.engine.inference import padded_batch
+from loradock.engine.inference.decoding.cuda_graphs import (
+    DecodeStep,
+    GraphRunner,
+    SyncCheckedRunner,
+)
+from loradock.engine.inference.decoding.decode import StaticDecode
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
+from loradock.engine.models.kv_cache_layer import StaticKVLayer
+from loradock.engine.punica import LoRAMapping, PunicaWrapper
+from loradock.messages.prompts import Sampling
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, GenerationBench
 from tests.support.engine.tape_capture import TapeCapture
 

@@ -9,21 +9,25 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.inference.decoding.cuda_graphs import DecodeStep, GraphRunner, SyncCheckedRunner
-from engine.inference.decoding.decode import DynamicDecode, StaticDecode
-from engine.inference.decoding.decode_probe import (
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.inference.decoding.cuda_graphs import (
+    DecodeStep,
+    GraphRunner,
+    SyncCheckedRunner,
+)
+from loradock.engine.inference.decoding.decode import DynamicDecode, StaticDecode
+from loradock.engine.inference.decoding.decode_probe import (
     ProbeMapper,
     StaticDecodeRefused,
     choose_decode,
     probe_static_decode,
     static_or_dynamic,
 )
-from engine.inference.scheduler import choose_scheduler
-from engine.kernels import choose_kernels
-from engine.models.causal_model import CausalModel
-from engine.models.pooling_model import PoolingModel
-from engine.punica import PunicaWrapper
+from loradock.engine.inference.scheduler import choose_scheduler
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.punica import PunicaWrapper
 from tests.support.engine.decode_examples import NOT_STATIC
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.engine.engine_examples import tiny_config

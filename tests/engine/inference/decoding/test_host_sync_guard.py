@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import grouped_mm, one_hot, scaled_dot_product_attention
 
-from engine.inference.decoding.host_sync_guard import ForbidHostSync, HostSync
+from loradock.engine.inference.decoding.host_sync_guard import ForbidHostSync, HostSync
 
 READS = {
     "item": lambda x: x[0].item(),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.inference.queues.fair_queue import FairQueue
+from loradock.engine.inference.queues.fair_queue import FairQueue
 
 COSTS = st.integers(1, 2000)
 ADAPTERS = st.integers(0, 4)

@@ -11,9 +11,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import linear
 
-from engine.kernels.cpu import base_linear
-from engine.kernels.cpu.base_linear import ROWS, WAYS, fastest_linear, fastest_ways, rounded_rows
-from engine.kernels.threads import threads_for
+from loradock.engine.kernels.cpu import base_linear
+from loradock.engine.kernels.cpu.base_linear import (
+    ROWS,
+    WAYS,
+    fastest_linear,
+    fastest_ways,
+    rounded_rows,
+)
+from loradock.engine.kernels.threads import threads_for
 from tests.support.kernels.way_times import LAST, way_times
 
 SHAPES = ((1, 33), (3, 33), (2, 5, 33), (1, 61, 33), (130, 33))

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
-from engine.kernels.cpu import calibration as calibrating
-from engine.kernels.cpu import product_timing
-from engine.kernels.cpu.base_linear import ROWS as BASE_ROWS
-from engine.kernels.cpu.base_linear import WAYS, fastest_linear, fastest_ways
-from engine.kernels.cpu.blocks import BatchTiler, tile_by_length
-from engine.kernels.cpu.calibration import (
+from loradock.engine.kernels.cpu import calibration as calibrating
+from loradock.engine.kernels.cpu import product_timing
+from loradock.engine.kernels.cpu.base_linear import ROWS as BASE_ROWS
+from loradock.engine.kernels.cpu.base_linear import WAYS, fastest_linear, fastest_ways
+from loradock.engine.kernels.cpu.blocks import BatchTiler, tile_by_length
+from loradock.engine.kernels.cpu.calibration import (
     Calibration,
     ProductSpeeds,
     calibration,
@@ -26,7 +26,7 @@ from engine.kernels.cpu.calibration import (
     store,
     stored_at,
 )
-from engine.kernels.cpu.costs import (
+from loradock.engine.kernels.cpu.costs import (
     COPIED_MARGIN,
     DEFAULT_COSTS,
     NEAR_BYTES,
@@ -36,12 +36,12 @@ from engine.kernels.cpu.costs import (
     cheapest_strategy,
     estimate,
 )
-from engine.kernels.cpu.dense import Dense
-from engine.kernels.cpu.gathered import Gathered, TransposedGathered
-from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer_block import layer_block
-from engine.kernels.cpu.linear import CpuLinear
-from engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.cpu.dense import Dense
+from loradock.engine.kernels.cpu.gathered import Gathered, TransposedGathered
+from loradock.engine.kernels.cpu.grouped import Grouped
+from loradock.engine.kernels.cpu.layer_block import layer_block
+from loradock.engine.kernels.cpu.linear import CpuLinear
+from loradock.engine.kernels.cpu.scratch import Scratch
 from tests.support.kernels.kernel_cases import (
     ERRORS_MAX,
     Shape,

@@ -5,10 +5,10 @@ from random import Random
 import pytest
 import torch
 
-from engine.kernels.cpu import experts
-from engine.kernels.cpu.experts import CpuExperts
-from engine.kernels.cpu.scratch import Scratch
-from engine.layout import ModuleKind
+from loradock.engine.kernels.cpu import experts
+from loradock.engine.kernels.cpu.experts import CpuExperts
+from loradock.engine.kernels.cpu.scratch import Scratch
+from loradock.engine.layout import ModuleKind
 from tests.support.kernels.expert_cases import TOP_K, expected, groups_for, routed
 from tests.support.kernels.kernel_cases import ERRORS_MAX, Shape, error_of, make_case, mixed_rows
 

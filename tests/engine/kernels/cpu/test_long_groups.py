@@ -5,18 +5,18 @@ from random import Random
 import pytest
 import torch
 
-from engine.kernels.cpu.blocks import BatchTiler, tile_by_length
-from engine.kernels.cpu.costs import (
+from loradock.engine.kernels.cpu.blocks import BatchTiler, tile_by_length
+from loradock.engine.kernels.cpu.costs import (
     DEFAULT_COSTS,
     CostTable,
     LongLayer,
     ProductCost,
     cheapest_dtype,
 )
-from engine.kernels.cpu.layer_block import computation_dtypes
-from engine.kernels.cpu.linear import CpuLinear
-from engine.kernels.cpu.long_groups import LongGroups
-from engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.cpu.layer_block import computation_dtypes
+from loradock.engine.kernels.cpu.linear import CpuLinear
+from loradock.engine.kernels.cpu.long_groups import LongGroups
+from loradock.engine.kernels.cpu.scratch import Scratch
 from tests.support.kernels.kernel_cases import (
     ERRORS_MAX,
     Shape,

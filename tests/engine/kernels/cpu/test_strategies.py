@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.kernels.cpu.blocks import (
+from loradock.engine.kernels.cpu.blocks import (
     BLOCK_ROWS,
     LONG_ROWS,
     PADDED_ROWS,
@@ -21,19 +21,19 @@ from engine.kernels.cpu.blocks import (
     tile_by_length,
     tile_padded,
 )
-from engine.kernels.cpu.costs import Strategy, cheapest_strategy, estimate
-from engine.kernels.cpu.dense import Dense
-from engine.kernels.cpu.gathered import Gathered
-from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer_block import (
+from loradock.engine.kernels.cpu.costs import Strategy, cheapest_strategy, estimate
+from loradock.engine.kernels.cpu.dense import Dense
+from loradock.engine.kernels.cpu.gathered import Gathered
+from loradock.engine.kernels.cpu.grouped import Grouped
+from loradock.engine.kernels.cpu.layer_block import (
     LayerBlock,
     SliceWeights,
     computation_dtypes,
     layer_block,
 )
-from engine.kernels.cpu.linear import CpuLinear
-from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.operands import Groups, LoRAPair
+from loradock.engine.kernels.cpu.linear import CpuLinear
+from loradock.engine.kernels.cpu.scratch import Scratch
+from loradock.engine.kernels.operands import Groups, LoRAPair
 from tests.support.kernels.kernel_cases import (
     ERRORS_MAX,
     Shape,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from engine.kernels.gpu.operations import on_device_of_output
+from loradock.engine.kernels.gpu.operations import on_device_of_output
 
 
 def test_an_operation_runs_on_the_device_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:

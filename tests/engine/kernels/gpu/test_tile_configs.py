@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.kernels.gpu.tile_configs import (
+from loradock.engine.kernels.gpu.tile_configs import (
     EXPERTS_CONFIGS,
     EXPERTS_REGIMES,
     LINEAR_CONFIGS,
@@ -13,7 +13,7 @@ from engine.kernels.gpu.tile_configs import (
     experts_regime_of,
     regime_of,
 )
-from engine.kernels.operands import TILE_ROWS, GroupBounds
+from loradock.engine.kernels.operands import TILE_ROWS, GroupBounds
 
 
 def test_every_architecture_has_configs_for_every_regime() -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import Lfm2Config
 
-from engine.errors import ModelRefused
-from engine.models.caches.layer_states import own_cache
-from engine.models.caches.state_cache import StateCache
+from loradock.engine.errors import ModelRefused
+from loradock.engine.models.caches.layer_states import own_cache
+from loradock.engine.models.caches.state_cache import StateCache
 from tests.support.models.causal_configs import build_config
 
 CONFIG = Lfm2Config(

@@ -8,9 +8,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from engine.config import LoRAConfig
-from engine.models.causal_model import CausalModel
-from engine.models.library.generation import cache_argument, generated_logits
+from loradock.engine.config import LoRAConfig
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.library.generation import cache_argument, generated_logits
 
 torch.set_num_threads(1)
 

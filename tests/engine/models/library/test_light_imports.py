@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed
 
-from engine.models.library import light_imports
+from loradock.engine.models.library import light_imports
 
 COMPILER = "torch._dynamo"
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, LlavaForConditionalGeneration
 
-from engine.config import LoRAConfig
-from engine.errors import ModelRefused
-from engine.models.causal_model import CausalModel
-from engine.punica import MappingType
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import ModelRefused
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.punica import MappingType
 from tests.support.models.image_text_examples import KINDS, TEXT, VISION, build
 
 CONFIG = LoRAConfig(enable_tower_connector_lora=True)

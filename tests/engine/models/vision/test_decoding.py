@@ -11,10 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engine.errors import RequestRefused
-from engine.models.vision import decoding
-from engine.models.vision.decoding import FORMATS, PIXELS_MAX, SIDE_MAX, open_image, open_images
-from messages.prompts import IMAGE_BYTES_MAX
+from loradock.engine.errors import RequestRefused
+from loradock.engine.models.vision import decoding
+from loradock.engine.models.vision.decoding import (
+    FORMATS,
+    PIXELS_MAX,
+    SIDE_MAX,
+    open_image,
+    open_images,
+)
+from loradock.messages.prompts import IMAGE_BYTES_MAX
 from tests.support.models.image_examples import picture, png
 
 NOISE = picture(7, 5, 3)

@@ -14,11 +14,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.adapters import LoRAModel, LoRARequest, PEFTHelper
-from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit, NotResident
-from engine.layout import columns_of_one_adapter
-from engine.punica import LoRAMapping
+from loradock.engine.adapters import LoRAModel, LoRARequest, PEFTHelper
+from loradock.engine.config import LoRAConfig
+from loradock.engine.errors import AdapterDoesNotFit, NotResident
+from loradock.engine.layout import columns_of_one_adapter
+from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.towers_bench import (
     ALL_PARTS,

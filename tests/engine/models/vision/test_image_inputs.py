@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.vision.image_inputs import ImageInputs, concatenate_padded, image_arguments
+from loradock.engine.models.vision.image_inputs import (
+    ImageInputs,
+    concatenate_padded,
+    image_arguments,
+)
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.image_bench import EVERY_KIND, ImageBench, PeftReference, PromptRow
 from tests.support.models.image_examples import picture

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.errors import NotResident
-from engine.kernels import choose_kernels
-from engine.models.vision.encoder import units_of
-from engine.models.vision.image_inputs import ImageInputs
-from engine.models.vision.mapping import ImageMapper, ImagePunicaWrapper
-from engine.punica import LoRAMapping, MappingType
+from loradock.engine.errors import NotResident
+from loradock.engine.kernels import choose_kernels
+from loradock.engine.models.vision.encoder import units_of
+from loradock.engine.models.vision.image_inputs import ImageInputs
+from loradock.engine.models.vision.mapping import ImageMapper, ImagePunicaWrapper
+from loradock.engine.punica import LoRAMapping, MappingType
 
 LAYOUT = (5, 6, None)
 IDS = st.lists(st.sampled_from((0, 5, 6)), min_size=1, max_size=6)

@@ -1,0 +1,279 @@
+"""Bound sockets for requests, engines and events, with a ZeroMQ context of their own.
+
+Local sockets are `ipc://` in a directory that only its user can enter, and accept connections of
+that user alone. Remote ones are `tcp://` at three consecutive ports. All remote connections and
+every connection to the socket for engines are encrypted and authenticated by CURVE; a frame of them
+carries its user. The others are admitted by the same thread, although all are: only with that does
+ZeroMQ refuse a peer of its protocols before the third, which no limit on the handshake would end.
+"""
+
+import contextlib
+import os
+import struct
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import zmq
+
+from loradock.controller.server.access.authenticator import Authenticator
+from loradock.controller.server.access.permissions import (
+    ENGINE_DOMAIN,
+    EVENTS_DOMAIN,
+    LOCAL_DOMAIN,
+    LOCAL_USER,
+    REQUESTS_DOMAIN,
+    Access,
+)
+from loradock.controller.server.unread_replies import LONG_REPLY_BYTES
+from loradock.messages.addresses import ENGINE_PORT_OFFSET, EVENTS_PORT_OFFSET, with_port_offset
+from loradock.messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
+from loradock.processes.key_files import KeyPair
+
+FRAMES_PER_ITERATION: Final = 512
+"""Bound on the frames read from one socket per iteration of the main loop; bounds its latency."""
+
+BYTES_PER_ITERATION: Final = 64 << 20
+"""Bound on their bytes; the last frame may exceed it. Images are copied more than once."""
+
+BACKLOG: Final = 32
+"""Connections that the system queues for `accept` are accepted also when new ones are refused."""
+
+# ZeroMQ disconnects a peer that sends a longer frame; a shorter one that is too long is answered.
+_REQUEST_BYTES_HARD_MAX: Final = REQUESTS.bytes_max + 8 * FRAME_BYTES_MAX
+_PATH_BYTES_MAX: Final = 107
+_NO_WAIT: Final = int(zmq.NOBLOCK)
+# Bounds on the frames queued per peer. A client that sends more has to wait; one that does not read
+# loses replies and events, which it can request again. Requests can be long, so few are queued:
+# the longest ones of one remote client take a little over 1 GiB. The sender learns that frames were
+# read after half of the bound, so a local client with 64 requests in flight never waits: with a
+# bound of 32 it was answered a sixth slower.
+_REMOTE_REQUESTS_QUEUED_MAX: Final = 32
+_LOCAL_REQUESTS_QUEUED_MAX: Final = 128
+_QUEUE_FRAMES_MAX: Final = 16_384
+# A peer that connects and is silent is disconnected after this time.
+_HANDSHAKE_MS: Final = 2000
+# A remote peer that has vanished without closing its connection is disconnected after this time.
+_REMOTE_SILENCE_MS: Final = 30_000
+_EVENT: Final = struct.Struct("=Hi")
+
+
+class TransportError(Exception):
+    """A socket can't be opened at this address."""
+
+
+class Addresses(NamedTuple):
+    """Where the three sockets are bound."""
+
+    requests: str
+    engine: str
+    events: str
+
+
+def endpoint(directory: Path, name: str) -> str:
+    """Return the address of a controller's socket; raise `TransportError` if it is too long."""
+    path = (directory / "run" / name).absolute()
+    length = len(os.fsencode(path))
+    if length > _PATH_BYTES_MAX:
+        raise TransportError(
+            f"{path} has {length} bytes, a socket's path may have at most {_PATH_BYTES_MAX}; "
+            "choose a shorter directory"
+        )
+    return f"ipc://{path}"
+
+
+def local_addresses(directory: Path) -> Addresses:
+    """Return the addresses of a controller's sockets in its directory."""
+    return Addresses(
+        endpoint(directory, "requests.sock"),
+        endpoint(directory, "engine.sock"),
+        endpoint(directory, "events.sock"),
+    )
+
+
+def remote_addresses(address: str) -> Addresses:
+    """Return the addresses at three consecutive ports; raises `ValueError`."""
+    return Addresses(
+        with_port_offset(address, 0),
+        with_port_offset(address, ENGINE_PORT_OFFSET),
+        with_port_offset(address, EVENTS_PORT_OFFSET),
+    )
+
+
+def own_user() -> int:
+    """Return the only user whose processes may connect to local sockets."""
+    return os.geteuid()
+
+
+class Listener:
+    """Three bound sockets; raises `TransportError` if one can't be bound.
+
+    `pair`: the controller's keys. With `is_remote`, CURVE is required on all sockets.
+    """
+
+    def __init__(
+        self, addresses: Addresses, pair: KeyPair, access: Access, *, is_remote: bool
+    ) -> None:
+        self._context = zmq.Context()
+        self._pair = pair
+        self._is_remote = is_remote
+        self._monitored: list[str] = []
+        self._authenticator = Authenticator(self._context, access)
+        try:
+            self.requests = self._open(
+                zmq.ROUTER, _REQUEST_BYTES_HARD_MAX, REQUESTS_DOMAIN if is_remote else LOCAL_DOMAIN
+            )
+            self.requests.rcvhwm = (
+                _REMOTE_REQUESTS_QUEUED_MAX if is_remote else _LOCAL_REQUESTS_QUEUED_MAX
+            )
+            # Replies to a client that is gone are refused instead of dropped silently, and so are
+            # those to a client whose queue is full.
+            self.requests.router_mandatory = 1
+            # Long replies are not copied by pyzmq, so that their release can be observed.
+            self.requests.copy_threshold = LONG_REPLY_BYTES
+            self.engine = self._open(zmq.ROUTER, REPORTS.bytes_max, ENGINE_DOMAIN)
+            self.events = self._open(
+                zmq.PUB, FRAME_BYTES_MAX, EVENTS_DOMAIN if is_remote else LOCAL_DOMAIN
+            )
+            sockets = (self.requests, self.engine, self.events)
+            self._bound = tuple(zip(sockets, addresses, strict=True))
+            for socket, address in self._bound:
+                self._bind(socket, address)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, kind: int, frame_bytes_max: int, domain: str) -> "zmq.Socket[bytes]":
+        """Return a socket that requires CURVE unless its domain is the local one."""
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = _QUEUE_FRAMES_MAX
+        socket.maxmsgsize = frame_bytes_max
+        socket.handshake_ivl, socket.backlog = _HANDSHAKE_MS, BACKLOG
+        socket.zap_domain = domain.encode()
+        if domain != LOCAL_DOMAIN:
+            socket.curve_publickey = self._pair.public.encode()
+            socket.curve_secretkey = self._pair.secret.encode()
+            socket.curve_server = 1
+        if self._is_remote:
+            socket.heartbeat_ivl = _REMOTE_SILENCE_MS // 3
+            socket.heartbeat_timeout = _REMOTE_SILENCE_MS
+        else:
+            socket.setsockopt(zmq.IPC_FILTER_UID, own_user())
+        return socket
+
+    def _bind(self, socket: "zmq.Socket[bytes]", address: str) -> None:
+        # Before the first connection: none is accepted until the guard is connected.
+        self._monitored.append(f"inproc://accepted-{len(self._monitored)}")
+        socket.monitor(self._monitored[-1], zmq.EVENT_ACCEPTED)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise TransportError(f"{address}: {error}") from error
+
+    def bind_missing(self, found: Container[str]) -> Iterator[str]:
+        """Bind local sockets again whose files have none of the names `found`, and yield them.
+
+        Their connections stay. Where binding fails, the next call tries again.
+        """
+        for socket, address in self._bound:
+            path = address.removeprefix("ipc://")
+            if os.path.basename(path) not in found:
+                with contextlib.suppress(zmq.ZMQError):
+                    socket.unbind(address)
+                with contextlib.suppress(zmq.ZMQError):
+                    socket.bind(address)
+                    yield path
+
+    def accepted(self) -> "AcceptedConnections":
+        """Return a reader of the connections that are accepted from now on."""
+        return AcceptedConnections(self._context, self._monitored)
+
+    def receive_requests(self) -> Iterator[tuple[bytes, str, bytes]]:
+        """Yield (peer, user, frame) for requests, up to the bounds of an iteration."""
+        if self._is_remote:
+            return _authenticated(self.requests)
+        return receive(self.requests)
+
+    def receive_reports(self) -> Iterator[tuple[bytes, str, bytes]]:
+        """Yield (peer, user, frame) for reports, up to the bounds of an iteration."""
+        return _authenticated(self.engine)
+
+    def stop_monitoring(self) -> None:
+        """Report no more connections; a reader of them has to read until then."""
+        for socket in (self.requests, self.engine, self.events):
+            socket.monitor(None, 0)
+
+    def close(self) -> None:
+        """Close all sockets and their connections at once."""
+        self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+
+class AcceptedConnections:
+    """The connections that a listener accepts, for a thread of its own."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", addresses: list[str]) -> None:
+        self._poller = zmq.Poller()
+        for address in addresses:
+            monitor = context.socket(zmq.PAIR)
+            monitor.rcvhwm = 1
+            monitor.connect(address)
+            self._poller.register(monitor, zmq.POLLIN)
+
+    def wait(self, timeout_ms: int) -> list[int]:
+        """Return the descriptors accepted since the last call, after waiting for one."""
+        descriptors = []
+        for monitor, _ in self._poller.poll(timeout_ms):
+            try:
+                while True:
+                    part = monitor.recv(_NO_WAIT)
+                    if monitor.getsockopt(zmq.RCVMORE):
+                        descriptors.append(_EVENT.unpack(part)[1])
+            except zmq.Again:
+                continue
+        return descriptors
+
+
+def _authenticated(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, str, bytes]]:
+    """Return the frames of `receive` that have a user."""
+    return (received for received in receive(socket, _user_of) if received[1])
+
+
+def _user_of(frame: zmq.Frame) -> str:
+    """Return the user of the connection of a frame; an empty text without one."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+def _local_user(_frame: zmq.Frame) -> str:
+    return LOCAL_USER
+
+
+def receive(
+    socket: "zmq.Socket[bytes]", user_of: Callable[[zmq.Frame], str] = _local_user
+) -> Iterator[tuple[bytes, str, bytes]]:
+    """Yield (peer, user, frame) up to the bounds of an iteration."""
+    size = 0
+    in_message = bool(socket.getsockopt(zmq.RCVMORE))
+    for _ in range(FRAMES_PER_ITERATION):
+        if size >= BYTES_PER_ITERATION:
+            return
+        try:
+            # One part per call: pyzmq's calls for whole messages take five times as long.
+            part = socket.recv(_NO_WAIT)
+        except zmq.Again:
+            return
+        if in_message:
+            # The rest of a refused message is read within the bounds too, and dropped.
+            size += len(part)
+            in_message = bool(socket.getsockopt(zmq.RCVMORE))
+            continue
+        # Its attributes cost less than the socket's options do.
+        frame = socket.recv(_NO_WAIT, copy=False)
+        size += len(frame)
+        in_message = frame.more
+        # A message has one frame: any other is malformed, and decoding refuses it.
+        yield part, user_of(frame), b"" if in_message else frame.bytes

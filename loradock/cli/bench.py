@@ -1,0 +1,214 @@
+"""The `bench` command: a quick load test of a running server, with a table of latencies."""
+
+# Heavy modules are imported when a command runs: help and completion answer at once.
+# ruff: noqa: PLC0415
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from msgspec import Struct, field
+
+from loradock.cli.context import (
+    AsJson,
+    InferenceTimeout,
+    directory_of,
+    open_client,
+    output_of,
+    settings_of,
+)
+from loradock.client.session import GENERATION_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from loradock.client import AsyncClient, LoradockError
+
+app = typer.Typer()
+
+_QUANTILES: Final = (0.5, 0.9, 0.99)
+
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        "-a",
+        metavar="ADAPTER",
+        help="Adapter to use; repeat for several, which take turns. Default: the base model.",
+    ),
+]
+Requests = Annotated[int, typer.Option(min=1, max=1_000_000, help="Number of generations.")]
+Concurrency = Annotated[int, typer.Option(min=1, max=4096, help="Generations at a time.")]
+Prompt = Annotated[str, typer.Option(help="The text to continue.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Largest number of output tokens.")]
+
+
+class Tally(Struct):
+    """What was measured; durations in seconds."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    between_tokens_s: list[float] = field(default_factory=list)
+    request_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+class Result(Struct, frozen=True):
+    """The result of a run; quantiles in seconds under their names."""
+
+    requests: int
+    errors: dict[str, int]
+    seconds: float
+    requests_per_s: float
+    tokens_per_s: float
+    first_token: dict[str, float]
+    between_tokens: dict[str, float]
+    request: dict[str, float]
+
+
+@app.command()
+def bench(  # noqa: PLR0913, PLR0917 - one parameter per option
+    ctx: typer.Context,
+    adapter: Adapters = None,
+    requests: Requests = 100,
+    concurrency: Concurrency = 8,
+    prompt: Prompt = "hello",
+    max_tokens: MaxTokens = 32,
+    timeout: InferenceTimeout = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a running server: requests and tokens per second, and latencies.
+
+    Ends with the error of a request if none was answered.
+    """
+    from loradock.client import AsyncClient
+
+    output, settings = output_of(ctx, as_json), settings_of(ctx)
+    with open_client(ctx):
+        # Only checks that a server answers; the load has a client of its own.
+        pass
+    names: Sequence[str | None] = adapter or (None,)
+
+    async def measure() -> Result:
+        async with AsyncClient(
+            None if settings.address else directory_of(ctx),
+            address=settings.address,
+            key=settings.key,
+            server_key=settings.server_key,
+            generation_timeout_s=GENERATION_TIMEOUT_S if timeout is None else timeout,
+        ) as client:
+            load = _Load(client, names, prompt, max_tokens)
+            found = await load.run(requests, concurrency)
+        if load.error is not None and not found.request:
+            raise load.error
+        return found
+
+    with output.progress("measuring"):
+        result = asyncio.run(measure())
+    if as_json:
+        output.document(result)
+    else:
+        output.show(*_tables(result))
+
+
+class _Load:
+    """Generations that take turns among the adapters."""
+
+    def __init__(
+        self, client: "AsyncClient", names: Sequence[str | None], prompt: str, max_tokens: int
+    ) -> None:
+        self._client = client
+        self._names = itertools.cycle(names)
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._tally = Tally()
+        self._left = 0
+        self.error: LoradockError | None = None
+        """The last one of a request."""
+
+    async def run(self, requests: int, concurrency: int) -> Result:
+        """Run all requests, `concurrency` at a time."""
+        self._left = requests
+        began = time.monotonic()
+        await asyncio.gather(*(self._work() for _ in range(min(concurrency, requests))))
+        return _result(self._tally, requests, time.monotonic() - began)
+
+    async def _work(self) -> None:
+        from loradock.client import LoradockError
+
+        while self._left:
+            self._left -= 1
+            try:
+                await self._one(next(self._names))
+            except LoradockError as error:
+                self.error = error
+                code = error.code.value
+                self._tally.errors[code] = self._tally.errors.get(code, 0) + 1
+
+    async def _one(self, adapter: str | None) -> None:
+        tally, began = self._tally, time.monotonic()
+        last = 0.0
+        async with await self._client.generate(
+            self._prompt, adapter, max_tokens=self._max_tokens
+        ) as generation:
+            async for chunk in generation:
+                now, count = time.monotonic(), len(chunk.tokens)
+                if not last:
+                    tally.first_token_s.append(now - began)
+                elif count:
+                    tally.between_tokens_s.append((now - last) / count)
+                last = now
+                tally.tokens += count
+        tally.request_s.append(time.monotonic() - began)
+
+
+def _result(tally: Tally, requests: int, seconds: float) -> Result:
+    answered = len(tally.request_s)
+    return Result(
+        requests=requests,
+        errors=tally.errors,
+        seconds=seconds,
+        requests_per_s=answered / seconds,
+        tokens_per_s=tally.tokens / seconds,
+        first_token=quantiles(tally.first_token_s),
+        between_tokens=quantiles(tally.between_tokens_s),
+        request=quantiles(tally.request_s),
+    )
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """Return the quantiles of some durations, each a measured one; empty without any."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    last = len(ordered) - 1
+    return {f"p{100 * q:g}": ordered[round(q * last)] for q in _QUANTILES}
+
+
+def _tables(result: Result) -> "list[Table | str]":
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from loradock.cli.pages.tables import field_table
+
+    errors = ", ".join(f"{code} {count}" for code, count in sorted(result.errors.items()))
+    fields = {
+        "requests": str(result.requests),
+        "errors": errors or "none",
+        "seconds": f"{result.seconds:.2f}",
+        "requests/s": f"{result.requests_per_s:.1f}",
+        "tokens/s": f"{result.tokens_per_s:.1f}",
+    }
+    table = Table(box=SIMPLE, pad_edge=False)
+    for column in ("milliseconds", *(f"p{100 * q:g}" for q in _QUANTILES)):
+        table.add_column(column, justify="left" if column == "milliseconds" else "right")
+    for name, values in (
+        ("to the first token", result.first_token),
+        ("between tokens", result.between_tokens),
+        ("per request", result.request),
+    ):
+        table.add_row(name, *(f"{1000 * value:.1f}" for value in values.values()))
+    return [field_table(fields), table]

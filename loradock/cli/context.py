@@ -1,0 +1,177 @@
+"""Options, the client and the output that all commands share.
+
+Heavy modules are imported when a command runs, so that help and completion answer at once.
+"""
+
+# See above.
+# ruff: noqa: PLC0415
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from loradock.cli.exit_codes import CommandError, ExitCode, ServerNotRunning
+from loradock.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, TIMEOUT_S_MAX
+
+if TYPE_CHECKING:
+    from loradock.cli.output import Output
+    from loradock.client import Client
+
+QUERY_TIMEOUT_S: Final = 5.0
+"""The default time limit of commands that only read."""
+
+_COMPLETION_TIMEOUT_S: Final = 0.3
+
+
+@dataclass
+class Settings:
+    """The global options, and the output format of the command; `verbose`: errors with details."""
+
+    directory: str | None = None
+    as_json: bool = False
+    address: str = ""
+    key: str = ""
+    server_key: str = ""
+    verbose: bool = False
+
+
+def completions(ctx: typer.Context, names: "Callable[[Client], Iterable[str]]") -> list[str]:
+    """Return names that the server knows, sorted; none if it does not answer at once."""
+    from loradock.client import Client, LoradockError, Timing
+    from loradock.client.sockets import connection_to, runtime_directory, unserved_reason
+
+    directory = runtime_directory(ctx.find_root().params.get("directory"))
+    timing = Timing(slack_s=0.0)
+    try:
+        if unserved_reason(connection_to(directory)):
+            return []
+        with Client(directory, timeout_s=_COMPLETION_TIMEOUT_S, timing=timing) as client:
+            return sorted(set(names(client)))
+    except (LoradockError, ValueError, OSError):
+        return []
+
+
+def complete_adapter(ctx: typer.Context) -> list[str]:
+    """Return the names of adapters that the server knows."""
+    return completions(ctx, lambda client: [view.adapter for view in client.list().adapters])
+
+
+def _timeout_option(default_s: float) -> Any:
+    return typer.Option(
+        "--timeout",
+        min=0.001,
+        max=TIMEOUT_S_MAX,
+        metavar="SECONDS",
+        help=f"Give up after this time. Default: {default_s:g} s.",
+        show_default=False,
+    )
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AdapterArgument = Annotated[
+    str,
+    typer.Argument(metavar="ADAPTER", help="The adapter's name.", autocompletion=complete_adapter),
+]
+AdapterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        "-a",
+        metavar="ADAPTER",
+        help="The adapter to use. Default: the base model.",
+        autocompletion=complete_adapter,
+    ),
+]
+PathOption = Annotated[
+    str,
+    typer.Option(
+        "--path",
+        metavar="DIRECTORY",
+        help="The adapter's directory, relative to the server's --adapter-root (not to your "
+        "shell), or absolute inside it. Default: the adapter's name.",
+        show_default=False,
+    ),
+]
+Timeout = Annotated[float | None, _timeout_option(TIMEOUT_S)]
+InferenceTimeout = Annotated[float | None, _timeout_option(GENERATION_TIMEOUT_S)]
+QueryTimeout = Annotated[float | None, _timeout_option(QUERY_TIMEOUT_S)]
+
+
+def settings_of(ctx: typer.Context) -> Settings:
+    """Return the settings of this run."""
+    settings = ctx.find_root().obj
+    return settings if isinstance(settings, Settings) else Settings()
+
+
+def directory_of(ctx: typer.Context) -> Path:
+    """Return the controller's directory."""
+    from loradock.client.sockets import runtime_directory
+
+    return runtime_directory(settings_of(ctx).directory)
+
+
+def output_of(ctx: typer.Context, as_json: bool, verbose: bool = False) -> "Output":
+    """Return the output of this run; errors will have its format, `verbose` ones with details."""
+    from loradock.cli.output import Output
+
+    settings = settings_of(ctx)
+    settings.as_json, settings.verbose = as_json, verbose
+    return Output(as_json, verbose)
+
+
+@contextmanager
+def open_client(ctx: typer.Context) -> "Iterator[Client]":
+    """Open a client of the controller at `--address`, else of the one of `--dir`.
+
+    For the latter, raises `ServerNotRunning` at once if no server accepts connections.
+    """
+    from loradock.client import Client
+
+    settings = settings_of(ctx)
+    try:
+        if settings.address:
+            client = Client(
+                address=settings.address, key=settings.key, server_key=settings.server_key
+            )
+        else:
+            directory = directory_of(ctx)
+            _check_server(directory)
+            client = Client(directory)
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, str(error)) from error
+    with client:
+        yield client
+
+
+def _check_server(directory: Path) -> None:
+    """Raise `ServerNotRunning` unless a process accepts connections in the directory."""
+    from loradock.client.sockets import connection_to, unserved_reason
+    from loradock.controller.server.startup.locks import lock_holder
+
+    if reason := unserved_reason(connection_to(directory)):
+        raise ServerNotRunning(directory, reason, lock_holder(directory))
+
+
+def run_request(
+    ctx: typer.Context,
+    as_json: bool,
+    label: str,
+    request: "Callable[[Client], Any]",
+    *,
+    verbose: bool = False,
+) -> Any:
+    """Send a request, show progress under `label`, and print and return the answer."""
+    from loradock.cli.render import renderables
+
+    output = output_of(ctx, as_json, verbose)
+    with output.progress(label), open_client(ctx) as client:
+        reply = request(client)
+    if as_json:
+        output.document(reply)
+    else:
+        output.show(*renderables(reply))
+    return reply

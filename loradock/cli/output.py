@@ -1,0 +1,111 @@
+"""The output of commands: JSON, text and tables on stdout, progress and errors on stderr.
+
+With `--json` stdout holds JSON and nothing else: one document, or one document per line for a
+stream.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import IO, Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from loradock.cli.exit_codes import Failure
+from loradock.cli.pages.tables import safe
+from loradock.cli.render import Renderable
+
+_PIPE_WIDTH: Final = 10_000
+
+
+def plain(value: Any) -> Any:
+    """Convert a message to what JSON can represent; `type` names the message in a union."""
+    if isinstance(value, msgspec.Struct):
+        tag = value.__struct_config__.tag
+        fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        return fields if tag is None else {"type": tag, **fields}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def console(file: IO[str]) -> Console:
+    """Return a console of the terminal's width; without a terminal, of COLUMNS or of any width."""
+    has_width = file.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    width = None if has_width else _PIPE_WIDTH
+    return Console(file=file, width=width, markup=False, emoji=False, highlight=False)
+
+
+class Output:
+    """The stdout and stderr of one command."""
+
+    def __init__(self, as_json: bool, verbose: bool = False) -> None:
+        self.as_json = as_json
+        self.verbose = verbose
+        self._console = console(sys.stdout)
+        self._errors = console(sys.stderr)
+
+    def document(self, value: Any) -> None:
+        """Print a value, or one of a stream, as one line of JSON."""
+        sys.stdout.write(json.dumps(plain(value), ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+
+    def show(self, *parts: Renderable) -> None:
+        """Print tables and lines, for a person."""
+        with self._console.capture() as captured:
+            for part in parts:
+                self._console.print(part)
+        # Tables are padded to their width, which is of no use in a file.
+        lines = captured.get().splitlines()
+        sys.stdout.write("".join(line.rstrip() + "\n" for line in lines))
+        sys.stdout.flush()
+
+    def text(self, text: str) -> None:
+        """Print text unchanged; on a terminal without its control characters."""
+        sys.stdout.write(safe(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Print a remark about the command's progress, on a terminal only."""
+        if not self.as_json and sys.stderr.isatty():
+            self._errors.print(text, style="dim")
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[None]:
+        """Show a label and the elapsed time on a terminal; both are erased afterwards."""
+        if self.as_json or not sys.stderr.isatty():
+            yield
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=self._errors, transient=True) as progress:
+            progress.add_task(label, total=None)
+            yield
+
+    def failure(self, failure: Failure) -> None:
+        """Print an error, its hint, and its details or where they are shown."""
+        if self.as_json:
+            error = {**failure.fields, "hint": failure.hint, "exit": failure.exit_code.value}
+            sys.stderr.write(json.dumps({"error": error}, ensure_ascii=False) + "\n")
+            return
+        self._errors.print(safe(failure.line), style="red", soft_wrap=True)
+        if failure.hint:
+            self._errors.print(f"  {failure.hint}", soft_wrap=True)
+        if self.verbose:
+            for detail in failure.details:
+                self._errors.print(f"  - {safe(detail)}", soft_wrap=True)
+        elif failure.details:
+            count = len(failure.details)
+            where = f"`loradock show ADAPTER` lists all {count} findings, also load --verbose"
+            self._errors.print(f"  {where}", soft_wrap=True)

@@ -1,0 +1,306 @@
+"""Requests in flight, without I/O and without a clock.
+
+`ClientCall` holds one request until it is settled: its encoding, when that is sent next, the
+deadline and the outcome. `StreamingCall` and `GenerationCall` add output that is streamed before a
+final reply; the call of embeddings and classifications is in `loradock.client.pooling`. The
+table of all calls is `loradock.client.session.Session`.
+
+An attempt is settled exactly once: by an answer, a refusal or the deadline.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+from msgspec import Struct
+
+from loradock.client.errors import EngineGone, LoradockError, error_of
+from loradock.client.streams import GenerationOutput
+from loradock.messages.errors import ErrorCode
+from loradock.messages.requests import (
+    Generate,
+    GenerationDone,
+    PoolingDone,
+    PrivateRequest,
+    Query,
+    Refused,
+    Reply,
+    Request,
+    TokensStreamed,
+)
+from loradock.messages.wire import FRAME_BYTES_MAX
+
+NO_ID: Final = ""
+"""The request id of a message that the session has not numbered yet."""
+
+LOST_AFTER_PAUSES: Final = 4
+"""A stream is considered lost after this multiple of its longest pause."""
+
+
+class Timing(Struct, frozen=True):
+    """When frames are sent again and how long answers are awaited, in seconds.
+
+    An unanswered frame is sent again after `retry_s_min`, then at intervals that double up to
+    `retry_s_max`. Intervals of a frame with images are longer in proportion to its length, so that
+    repeating it takes no more bytes per second than repeating a text. A call ends `slack_s` after
+    the time limit that the controller received, so that the controller's own answer to a timeout
+    can still arrive. Output that the final reply counts is considered lost if it has not arrived
+    after `lost_tokens_s`, which is longer than a controller takes to restart.
+    """
+
+    retry_s_min: float = 0.5
+    retry_s_max: float = 5.0
+    slack_s: float = 1.0
+    lost_tokens_s: float = 10.0
+
+
+TIMING: Final = Timing()
+
+
+def _ignore_change() -> None:
+    """Do nothing: the initial `on_change` of a call."""
+
+
+class ClientCall:
+    """A request in flight; `on_change` is called when output or the outcome arrives."""
+
+    def __init__(self, request: Request, timeout_s: float, timing: Timing) -> None:
+        self.request = request
+        self.timeout_s = timeout_s
+        self.timing = timing
+        self.body = b""
+        self.send_at = self.deadline = math.inf
+        self.retry_interval_s = timing.retry_s_min
+        self.sent = False
+        self.overload: LoradockError | None = None
+        self.outcome: Reply | LoradockError | None = None
+        self.on_change: Callable[[], None] = _ignore_change
+
+    @property
+    def request_id(self) -> str:
+        """The id that the answer will have."""
+        return self.request.request_id
+
+    @property
+    def settled(self) -> bool:
+        """Whether the outcome is known."""
+        return self.outcome is not None
+
+    @property
+    def wake_at(self) -> float:
+        """When the call next has a request to send or reaches its deadline."""
+        return min(self.send_at, self.deadline)
+
+    @property
+    def retry_scale(self) -> float:
+        """The factor by which retry intervals are longer because the frame is long."""
+        return max(1.0, len(self.body) / FRAME_BYTES_MAX)
+
+    def start(self, at: float, slack_s: float) -> None:
+        """Schedule the first sending at `at` and set the deadline."""
+        self.send_at = at
+        self.deadline = at + self.timeout_s + slack_s
+
+    def on_restart(self, now: float) -> None:
+        """Send the frame again at once: a restarted controller has lost the route to the client."""
+        self.send_at = now
+        self.retry_interval_s = self.timing.retry_s_min
+
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """Settle the call with the controller's answer.
+
+        A query that is refused as overloaded is sent again instead, not before the controller
+        suggests: it is read-only.
+        """
+        if not isinstance(reply, Refused):
+            self.settle(reply)
+        elif isinstance(self.request, Query) and reply.code is ErrorCode.OVERLOADED:
+            self.overload = error_of(reply)
+            self.send_at = max(self.send_at, now + self.overload.retry_after_s)
+        else:
+            self.settle(error_of(reply))
+
+    def settle(self, outcome: Reply | LoradockError) -> None:
+        """Record the outcome."""
+        self.outcome = outcome
+        self.on_change()
+
+    def next_body(self, now: float) -> bytes | None:
+        """Return the encoded request to send now; None if the call was settled instead."""
+        if now >= self.deadline:
+            no_answer = EngineGone(f"no answer within {self.timeout_s:g} s", self.request_id)
+            self.settle(self.overload or no_answer)
+            return None
+        self.send_at = now + self.retry_interval_s * self.retry_scale
+        self.retry_interval_s = min(2 * self.retry_interval_s, self.timing.retry_s_max)
+        self.sent = True
+        return self.body
+
+
+F = TypeVar("F", GenerationDone, PoolingDone)
+
+
+class StreamingCall(ClientCall, Generic[F]):
+    """A call with streamed output and a final reply that counts it, which arrive in any order.
+
+    Output that the final reply counts is requested again until `lost_tokens_s` have passed.
+    """
+
+    def __init__(
+        self, request: PrivateRequest, timeout_s: float, timing: Timing, attempts: int = 1
+    ) -> None:
+        super().__init__(request, timeout_s, timing)
+        self.attempts_left = attempts - 1
+        self.delivered = False
+        self._reset_attempt()
+
+    def _reset_attempt(self) -> None:
+        """Discard the output of an attempt."""
+        self._final: F | None = None
+        self._output_deadline = 0.0
+
+    def _has_all_output(self, final: F) -> bool:
+        """Whether all output that the final reply counts has arrived."""
+        raise NotImplementedError
+
+    def _lost_output(self, final: F) -> str:
+        """Return the error message for output that never arrived."""
+        raise NotImplementedError
+
+    def _on_final(self, final: F, now: float) -> None:
+        if self._final is None:
+            self._extend_output_deadline(now)
+        self._final = final
+        self.send_at = now + self.timing.retry_s_min
+
+    def _extend_output_deadline(self, now: float) -> None:
+        self._output_deadline = now + self.timing.lost_tokens_s
+
+    def next_body(self, now: float) -> bytes | None:
+        """Return the encoded request to send now; None if the call was settled instead.
+
+        After the final reply, output that is overdue settles the call.
+        """
+        final = self._final
+        if final is not None and now >= self._output_deadline:
+            lost = EngineGone(self._lost_output(final), self.request_id)
+            self.settle(final if self._has_all_output(final) else lost)
+            return None
+        return super().next_body(now)
+
+    def retry_after(self, error: LoradockError) -> bool:
+        """Whether another attempt follows this failure.
+
+        If so the call is reset and needs a new id: no output was delivered to the caller.
+        """
+        if not error.retryable or self.attempts_left <= 0 or self.delivered:
+            return False
+        self.attempts_left -= 1
+        self.outcome = None
+        self.sent = False
+        self._reset_attempt()
+        return True
+
+
+class GenerationCall(StreamingCall[GenerationDone]):
+    """A generation in flight: chunks in which each token occurs once, and its final reply."""
+
+    request: Generate
+
+    def __init__(
+        self, request: Generate, timeout_s: float, timing: Timing, attempts: int = 1
+    ) -> None:
+        self.chunks: deque[TokensStreamed] = deque()
+        self._delivered_texts: list[list[str]] = [[] for _ in range(request.sampling.n)]
+        super().__init__(request, timeout_s, timing, attempts)
+
+    def _reset_attempt(self) -> None:
+        super()._reset_attempt()
+        self.chunks.clear()
+        self._output = GenerationOutput(self.request.sampling.n)
+        self._is_continuous = True
+        self._last_tokens_at: float | None = None
+        self._longest_pause_s = 0.0
+
+    @property
+    def result(self) -> GenerationDone | None:
+        """The final reply; None before it, or if the generation failed."""
+        return self.outcome if isinstance(self.outcome, GenerationDone) else None
+
+    def pop(self) -> TokensStreamed:
+        """Deliver the next chunk to the caller, after which no further attempt is made."""
+        self.delivered = True
+        chunk = self.chunks.popleft()
+        self._delivered_texts[chunk.index].append(chunk.text)
+        return chunk
+
+    def texts(self) -> tuple[str, ...]:
+        """Deliver all remaining chunks and return the whole text of each output."""
+        while self.chunks:
+            self.pop()
+        return tuple("".join(pieces) for pieces in self._delivered_texts)
+
+    def text(self) -> str:
+        """Return the first of `texts`."""
+        return self.texts()[0]
+
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """Process a chunk, the final reply or a refusal."""
+        if isinstance(reply, TokensStreamed):
+            self._on_chunk(reply, now)
+        elif isinstance(reply, GenerationDone):
+            self._on_final(reply, now)
+        else:
+            super().on_reply(reply, now)
+            return
+        final = self._final
+        if final is not None and self._has_all_output(final) and self._is_continuous:
+            self.settle(final)
+
+    def on_restart(self, now: float) -> None:
+        """Send the frame again at once, and require the stream to be repeated from its start.
+
+        Frames that were lost with the old controller may have contained text after the last token,
+        which the final reply does not count. So the final reply settles the call only after the
+        repeated output, which begins with offset 0.
+        """
+        super().on_restart(now)
+        self._is_continuous = False
+
+    def _has_all_output(self, final: GenerationDone) -> bool:
+        return self._output.has_all(final)
+
+    def _on_chunk(self, chunk: TokensStreamed, now: float) -> None:
+        self._is_continuous = self._is_continuous or chunk.offset == 0
+        output = self._output.of(chunk)
+        if output is None:
+            return
+        if output.has_gap_before(chunk):
+            self.send_at = min(self.send_at, now + self.timing.retry_s_min)
+            return
+        new = output.add(chunk)
+        if new is not None:
+            self.chunks.append(new)
+            self._extend_output_deadline(now)
+            self._postpone_sending(now)
+            self.on_change()
+
+    def _postpone_sending(self, now: float) -> None:
+        """Schedule the next sending by the pace at which tokens arrive.
+
+        A repeated request makes the engine stream all output again, so a slow engine must not
+        receive one too often. Silence from a fast engine means that the stream was lost.
+        """
+        if self._last_tokens_at is not None:
+            self._longest_pause_s = max(self._longest_pause_s, now - self._last_tokens_at)
+        self._last_tokens_at = now
+        pause_s = max(self.timing.retry_s_min, LOST_AFTER_PAUSES * self._longest_pause_s)
+        self.send_at = now + min(pause_s, self.timing.retry_s_max) * self.retry_scale
+
+    def _lost_output(self, final: GenerationDone) -> str:
+        return (
+            f"the generation ended with {final.output_tokens} tokens and only "
+            f"{self._output.tokens} of them arrived: the engine that held the output is gone; "
+            "generate again"
+        )

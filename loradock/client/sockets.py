@@ -1,0 +1,174 @@
+"""The addresses of a controller, local or remote, and the socket options of both clients."""
+
+import os
+import shlex
+import socket as os_socket
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import zmq
+
+from loradock.messages.addresses import EVENTS_PORT_OFFSET, with_port_offset
+from loradock.messages.wire import EVENTS, REPLY_BYTES_MAX
+from loradock.processes.key_files import KeyPair, read_key_pair, read_public_key
+
+Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
+
+DIRECTORY_VARIABLE: Final = "LORADOCK_DIR"
+DIRECTORY_DEFAULT: Final = ".loradock"
+
+SOCKET_PATH_BYTES_MAX: Final = 107
+"""`sun_path` holds 108 bytes on Linux, the last of them NUL."""
+
+_RECONNECT_MS: Final = 50
+_RECONNECT_MS_MAX: Final = 1000
+_QUEUE_FRAMES_MAX: Final = 100_000
+# How long a closed socket may still send: a cancellation whose answer is not awaited.
+_LINGER_MS: Final = 100
+# A remote controller that has vanished is connected to again after this time.
+_REMOTE_SILENCE_MS: Final = 30_000
+
+
+def runtime_directory(directory: str | os.PathLike[str] | None = None) -> Path:
+    """Return the controller's directory: the argument, `$LORADOCK_DIR` or `./.loradock`."""
+    return Path(directory or os.environ.get(DIRECTORY_VARIABLE) or DIRECTORY_DEFAULT)
+
+
+def requests_endpoint(directory: Path) -> str:
+    """Return the address for requests; raises `ValueError` for a path that is too long."""
+    return _endpoint(directory, "requests.sock")
+
+
+def events_endpoint(directory: Path) -> str:
+    """Return the address of published events; raises `ValueError` for a path that is too long."""
+    return _endpoint(directory, "events.sock")
+
+
+class Keys(NamedTuple):
+    """A client's own key pair and its controller's public key."""
+
+    own: KeyPair
+    server: str
+
+
+class Connection(NamedTuple):
+    """How to reach a controller: its two addresses, and for a remote one the keys."""
+
+    requests: str
+    events: str
+    keys: Keys | None = None
+
+
+def connection_to(
+    directory: str | os.PathLike[str] | None = None,
+    address: str = "",
+    key: str | os.PathLike[str] = "",
+    server_key: str | os.PathLike[str] = "",
+) -> Connection:
+    """Return the connection to the controller of a directory, or to the one at `address`.
+
+    `address` is `tcp://HOST:PORT`, `key` the file of the client's key pair, `server_key` that of
+    the controller's public key. Raises `ValueError` for a path that is too long, another address,
+    or files without keys.
+    """
+    if not address:
+        if key or server_key:
+            raise ValueError("keys are for remote controllers: they need an address")
+        local = runtime_directory(directory)
+        return Connection(requests_endpoint(local), events_endpoint(local))
+    if directory is not None:
+        raise ValueError("a controller is reached by its directory or by its address, not by both")
+    if not key or not server_key:
+        raise ValueError(
+            f"{address} needs the file of your key (`loradock keys new`) and the file of the "
+            "server's public key (keys/server.key.pub in its directory)"
+        )
+    keys = Keys(read_key_pair(key), read_public_key(server_key))
+    events = with_port_offset(address, EVENTS_PORT_OFFSET)
+    return Connection(with_port_offset(address, 0), events, keys)
+
+
+def open_requests(context: "zmq.Context[Socket]", connection: Connection) -> Socket:
+    """Return a DEALER that is connected to the controller's ROUTER, which may be bound later."""
+    socket = context.socket(zmq.DEALER)
+    _set_options(socket, connection.keys)
+    socket.connect(connection.requests)
+    return socket
+
+
+def open_events(context: "zmq.Context[Socket]", connection: Connection) -> Socket:
+    """Return a SUB that is connected to the controller's PUB, which may be bound later."""
+    socket = context.socket(zmq.SUB)
+    _set_options(socket, connection.keys)
+    socket.setsockopt(zmq.SUBSCRIBE, EVENTS.prefix)
+    socket.connect(connection.events)
+    return socket
+
+
+def unserved_reason(connection: Connection) -> str:
+    """Return why no process accepts connections for requests; empty if one does.
+
+    A remote address is not tried: a connection to it may take long.
+    """
+    if connection.keys is not None:
+        return ""
+    path = connection.requests.removeprefix("ipc://")
+    with os_socket.socket(os_socket.AF_UNIX, os_socket.SOCK_STREAM) as probe:
+        # A local connection is made or refused at once, unless the listener's queue is full.
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return ""
+        except FileNotFoundError:
+            # The controller renames its socket while it refuses connections.
+            is_full = Path(f"{path}.full").exists()
+            return "too many clients are connected" if is_full else "no socket there"
+        except ConnectionRefusedError:
+            return "nothing listens on its socket"
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def silence_reason(connection: Connection) -> str:
+    """Return why no local server answers, and the command that starts one; empty if one may."""
+    reason = unserved_reason(connection)
+    if not reason:
+        return ""
+    directory = _directory_of(connection)
+    command = f"loradock --dir {shlex.quote(str(directory))} serve"
+    return (
+        f"no LoRADock server answers at {directory} ({reason}); start one: {command} --model MODEL "
+        "--adapter-root ADAPTERS"
+    )
+
+
+def _directory_of(connection: Connection) -> Path:
+    return Path(connection.requests.removeprefix("ipc://")).parent.parent
+
+
+def _set_options(socket: "zmq.Socket[Any]", keys: Keys | None) -> None:
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret.encode())
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _REMOTE_SILENCE_MS // 3)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _REMOTE_SILENCE_MS)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)
+    socket.setsockopt(zmq.SNDHWM, _QUEUE_FRAMES_MAX)
+    socket.setsockopt(zmq.RCVHWM, _QUEUE_FRAMES_MAX)
+    socket.setsockopt(zmq.MAXMSGSIZE, REPLY_BYTES_MAX)
+
+
+def _endpoint(directory: Path, name: str) -> str:
+    path = os.fspath(directory / "run" / name)
+    size = len(os.fsencode(path))
+    if size > SOCKET_PATH_BYTES_MAX:
+        raise ValueError(
+            f"the socket path {path} has {size} bytes and Unix allows {SOCKET_PATH_BYTES_MAX}; "
+            "use a shorter directory, or a relative one"
+        )
+    return f"ipc://{path}"

@@ -1,0 +1,218 @@
+"""API keys, names of this host, web sites that may use it (CORS), and bounds on headers.
+
+Keys are compared by their digests in constant time.
+"""
+
+import hashlib
+import hmac
+import socket
+from collections.abc import Collection, Iterable, Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from loradock.gateway.http.bodies import header_of
+from loradock.gateway.http.errors import (
+    CODE_HEADER,
+    HttpError,
+    Shape,
+    error_response,
+    unauthorized_response,
+)
+from loradock.gateway.options import KEYS_VARIABLES, GatewayConfig, GatewayOptions
+
+
+def configured_keys(options: GatewayOptions, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the API keys of options, file and environment; raises `OSError` and `ValueError`.
+
+    Without any key, requests need none.
+    """
+    keys = [*options.api_keys]
+    if options.api_key_file:
+        lines = Path(options.api_key_file).read_text().splitlines()
+        of_file = [line.strip() for line in lines if line.strip()]
+        if not of_file:
+            raise ValueError(f"{options.api_key_file} contains no API key; one per line is needed")
+        keys += of_file
+    keys += [environment[name] for name in KEYS_VARIABLES if environment.get(name)]
+    if not all(keys):
+        raise ValueError("an API key is empty; at least one character is needed")
+    return tuple(keys)
+
+
+class ApiKeys:
+    """The keys that requests may send."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests: Final = tuple(_digest(key.encode()) for key in keys)
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether requests need one."""
+        return bool(self._digests)
+
+    def accept(self, scope: Scope) -> bool:
+        """Whether the request has a valid key, or none is needed."""
+        if not self._digests:
+            return True
+        scheme, _, key = header_of(scope, b"authorization").partition(" ")
+        if scheme.lower() != "bearer":
+            # The header of Anthropic's protocol.
+            key = header_of(scope, b"x-api-key")
+        # Headers were decoded as Latin-1, which keeps their bytes.
+        digest = _digest(key.strip().encode("latin-1"))
+        # All keys are compared, so that the time does not depend on which one matches.
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class KeyedApp:
+    """An endpoint that is served to requests with a valid key alone."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, shape: Shape) -> None:
+        self._app = app
+        self._keys = keys
+        self._shape = shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if self._keys.accept(scope):
+            await self._app(scope, receive, send)
+        else:
+            await unauthorized_response(self._shape)(scope, receive, send)
+
+
+class RefusingApp:
+    """An endpoint that answers every request with one error."""
+
+    def __init__(self, error: HttpError) -> None:
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        await error_response(self._error)(scope, receive, send)
+
+
+LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
+ANY_HOST: Final = "*"
+
+
+def allowed_hosts(config: GatewayConfig, keys: ApiKeys) -> frozenset[str] | None:
+    """Return the hosts that requests may name; None: any. Raises `OSError` for an unknown host.
+
+    Without a key, a page in a browser of this machine can reach a gateway on a loopback address: it
+    has its own name resolve to that address. With HTTPS the certificate excludes that.
+    """
+    named = frozenset(host.lower() for host in config.allowed_hosts)
+    is_exposed = not keys.are_needed and not config.ssl_certfile and _is_loopback(config.host)
+    if ANY_HOST in named or not (named or is_exposed):
+        return None
+    return named.union(LOCAL_HOSTS, (config.host.lower(),))
+
+
+def _is_loopback(host: str) -> bool:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    address = str(found[0][4][0])
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def _host_name(header: str) -> str:
+    """Return the host in `HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].rstrip(".").lower()
+
+
+class AllowedHosts:
+    """An application around another: requests to a name that is not this host's are refused."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; one without a host is no browser's."""
+        host = _host_name(header_of(scope, b"host")) if scope["type"] == "http" else ""
+        if host and host not in self._hosts:
+            message = (
+                f"the host {host[:_HOST_CHARACTERS]!r} is not served; address the gateway as "
+                "localhost, or start it with --allowed-host HOST or with an API key"
+            )
+            await error_response(HttpError(403, message))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+_HOST_CHARACTERS: Final = 253
+"""The length of the longest name of a host."""
+
+
+def with_cors(app: ASGIApp, options: GatewayOptions) -> ASGIApp:
+    """Return an application whose answers pages of other web sites may read, if any may.
+
+    A preflight has no key, and is answered here. Raises `ValueError` for options without effect.
+    """
+    origins = _items("--allowed-origins", options.allowed_origins)
+    methods = _items("--allowed-methods", options.allowed_methods)
+    headers = _items("--allowed-headers", options.allowed_headers)
+    if not origins:
+        if methods or headers or options.allow_credentials:
+            raise ValueError(
+                "--allowed-methods, --allowed-headers and --allow-credentials are about the pages "
+                "of --allowed-origins, and that names none; add it, or leave them out"
+            )
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=methods or ["*"],
+        allow_headers=headers or ["*"],
+        allow_credentials=options.allow_credentials,
+        expose_headers=(CODE_HEADER, "Retry-After"),
+    )
+
+
+def _items(flag: str, values: Iterable[str]) -> list[str]:
+    """Return the values of an option, of which each may be a JSON list, as vLLM has them."""
+    items: list[str] = []
+    for value in values:
+        if not value.startswith("["):
+            items.append(value)
+            continue
+        try:
+            items += msgspec.json.decode(value, type=list[str])
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{flag} {value}: {error}; a JSON list of strings") from error
+    return items
+
+
+class HeaderLimit:
+    """An application around another: requests whose head is too long are refused."""
+
+    def __init__(self, app: ASGIApp, bytes_max: int) -> None:
+        self._app = app
+        self._bytes_max = bytes_max
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and _head_bytes(scope) > self._bytes_max:
+            error = HttpError(
+                431, f"the head is too long; at most {self._bytes_max} bytes are read"
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _head_bytes(scope: Scope) -> int:
+    size = len(scope["raw_path"] or b"") + len(scope["query_string"])
+    for name, value in scope["headers"]:
+        size += len(name) + len(value) + 4
+    return size

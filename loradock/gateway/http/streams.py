@@ -1,0 +1,94 @@
+"""Answers in JSON and as streams of server-sent events."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+from starlette.responses import Response
+from starlette.types import Send
+
+from loradock.gateway.http.errors import HttpError
+
+DONE: Final = b"data: [DONE]\n\n"
+"""The end of a stream of the OpenAI protocol."""
+
+_encode = msgspec.json.Encoder().encode
+_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # A proxy that buffers would hold the events back.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class JsonResponse(Response):
+    """An answer in JSON, whose headers cost less than those of the general class."""
+
+    def __init__(self, content: bytes, status: int) -> None:
+        self.status_code = status
+        self.body = content
+        self.background = None
+        length = str(len(content)).encode()
+        self.raw_headers = [(b"content-length", length), (b"content-type", b"application/json")]
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Return an answer with a Struct, or anything else that msgspec encodes, as JSON."""
+    return JsonResponse(_encode(value), status)
+
+
+def data_event(value: Any) -> bytes:
+    """Return the event of a value."""
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+def typed_event(value: Struct) -> bytes:
+    """Return the event of a Struct, named by its tag."""
+    return b"event: %b\n" % str(value.__struct_config__.tag).encode() + data_event(value)
+
+
+def named_event(name: str, number: int, value: Any) -> bytes:
+    """Return an event with a name and a number, from which a reader can continue."""
+    return b"event: %b\nid: %d\n" % (name.encode(), number) + data_event(value)
+
+
+def error_events(error: HttpError) -> bytes:
+    """Return the events that end a stream of the OpenAI protocol with an error."""
+    return data_event(error.body) + DONE
+
+
+class EventStream:
+    """An answer whose events are sent as the iterator produces them.
+
+    `close` is awaited when the answer ends, also if the client disconnected.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self._events = events
+        self._close = close
+        self._on_end: Callable[[], None] | None = None
+        self._headers = [*_HEADERS, *((k.lower().encode(), v.encode()) for k, v in headers)]
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Call a function after `close`."""
+        self._on_end = callback
+
+    async def send(self, send: Send, *, only_head: bool = False) -> None:
+        """Send the whole answer, or its head."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            async with aclosing(self._events) as events:
+                while not only_head and (event := await anext(events, None)) is not None:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._close()
+            if self._on_end is not None:
+                self._on_end()

@@ -1,0 +1,298 @@
+"""`POST /v1/chat/completions`: messages to a prompt by a chat template, and its answer.
+
+The other protocols of chats are converted to a `ChatRequest`, and start the same `Chat`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loradock.gateway.http.endpoints import Answer
+from loradock.gateway.http.errors import HttpError
+from loradock.gateway.http.streams import json_response
+from loradock.gateway.inference.answer import InferenceAnswer
+from loradock.gateway.inference.answers import (
+    AnsweredCall,
+    CallDelta,
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatMessage,
+    ChunkChoice,
+    Delta,
+    TokenIds,
+    Usage,
+)
+from loradock.gateway.inference.chat_prompt import ChatPrompts
+from loradock.gateway.inference.logprobs import (
+    ChatLogprobs,
+    PromptLogprobs,
+    TokenTextOf,
+    chat_logprobs,
+    prompt_logprobs,
+)
+from loradock.gateway.inference.messages import Json, Messages
+from loradock.gateway.inference.model_files import ModelFiles
+from loradock.gateway.inference.prompt_length import shortened_chat
+from loradock.gateway.inference.rendered import rendered
+from loradock.gateway.inference.run import Run, returned_ids
+from loradock.gateway.inference.sampling import Logprobs, SamplingFields, Tokens, sampling_of
+from loradock.gateway.inference.service import Service, Start, UsageCount, random_id, token_text_of
+from loradock.gateway.inference.tokenizer import Tokenizer
+from loradock.gateway.inference.tools import OutputReader, ToolPlan, plan_of
+from loradock.gateway.tools.blocks import Step
+from loradock.messages.requests import TokensStreamed
+
+MAX_TOKENS_DEFAULT: Final = 128
+"""For a chat that sets no limit, where the context of the model is unknown."""
+
+
+class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The body; tools are passed to the template too."""
+
+    messages: Messages
+    tools: Json = UNSET
+    tool_choice: Json = UNSET
+    documents: Json = UNSET
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Json = UNSET
+    reasoning_effort: str | None = None
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    echo: bool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+    verbosity: str | None = None
+    include_reasoning: bool | None = None
+    functions: list[Json] | None = None
+    function_call: str | None = None
+
+
+class Chat(Struct, frozen=True):
+    """A chat whose generation has started; its reader closes the run.
+
+    `prompt_ids`: the tokens of the prompt; None if the engine makes them, as with images.
+    """
+
+    run: Run
+    adapter: str | None
+    usage: UsageCount
+    plan: ToolPlan
+    prompt_ids: tuple[int, ...] | None
+
+
+class Chats:
+    """The endpoint, and what starts the chats of other protocols."""
+
+    def __init__(self, service: Service, prompts: ChatPrompts) -> None:
+        self._service = service
+        self._prompts = prompts
+
+    async def complete(self, _: Request, body: ChatRequest) -> Answer:
+        """Answer with all messages, or with a stream of chunks."""
+        text_of = token_text_of(self._service, body, has_logprobs=bool(body.logprobs))
+        chat = await self.start(body)
+        answer = _Answer(self._service, chat, body, text_of)
+        if body.return_token_ids:
+            answer.prompt_ids = chat.prompt_ids
+        return await answer.response(chat.run, body)
+
+    async def start(self, body: ChatRequest) -> Chat:
+        """Start the generation of a chat; raises `HttpError` and `LoradockError`."""
+        service, count = self._service, body.n or 1
+        _check(body)
+        adapter = await service.models.find(body.model)
+        files = await service.files_of(adapter)
+        start, plan = await self._start_of(body, files)
+        usage = UsageCount(count)
+        prompt_ids = None if isinstance(start.prompt, str) else start.prompt
+        if prompt_ids is not None:
+            usage.on_prompt(0, len(prompt_ids))
+        run = await service.start(adapter, [start], count)
+        return Chat(run, adapter, usage, plan, prompt_ids)
+
+    async def render(self, _request: Request, body: ChatRequest) -> Response:
+        """Answer with what `complete` would generate from."""
+        _check(body)
+        adapter = await self._service.models.find(body.model)
+        start, _ = await self._start_of(body, await self._service.files_of(adapter))
+        if isinstance(start.prompt, str):
+            raise HttpError(400, "images are not served here; leave them out", "messages")
+        answer_id = random_id("chatcmpl")
+        return json_response(rendered(answer_id, start.prompt, start.sampling, body))
+
+    async def _start_of(self, body: ChatRequest, files: ModelFiles) -> tuple[Start, ToolPlan]:
+        found = await self._prompts.prompt_of(body, files)
+        prompt = shortened_chat(found.prompt, body, self._service.context)
+        tokens = None if isinstance(prompt, str) else len(prompt)
+        max_tokens = self._max_tokens(body, tokens, files.defaults.max_new_tokens)
+        sampling = sampling_of(body, files.defaults, max_tokens)
+        if body.logprobs:
+            sampling["logprobs"] = body.top_logprobs or 0
+        plan = plan_of(body, found.tool_format)
+        sampling |= _sampling_of_calls(
+            plan, body, files.tokenizer, has_structure="structure" in sampling
+        )
+        return Start(prompt, sampling, found.images), plan
+
+    def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None, default: int | None) -> int:
+        limit = body.max_completion_tokens or body.max_tokens
+        context = self._service.context
+        if limit is not None:
+            return limit
+        if context is None or prompt_tokens is None:
+            return default or MAX_TOKENS_DEFAULT
+        # The engine refuses a prompt that fills the context.
+        left = max(1, context - prompt_tokens)
+        return min(left, default or left)
+
+
+def _sampling_of_calls(
+    plan: ToolPlan, body: ChatRequest, tokenizer: Tokenizer | None, *, has_structure: bool
+) -> dict[str, Any]:
+    """Return the sampling parameters that calls of tools need."""
+    if plan.structure is not None:
+        # A `response_format` is that of messages, and a forced answer is a call.
+        if has_structure and body.response_format is None:
+            message = "a forced call and another structure of the output exclude each other"
+            raise HttpError(400, message, "tool_choice")
+        return {"structure": plan.structure}
+    is_special = plan.tags and tokenizer and tokenizer.special_texts.intersection(plan.tags)
+    return {"skip_special_tokens": False} if is_special else {}
+
+
+def _check(body: ChatRequest) -> None:
+    limit = body.max_completion_tokens
+    if limit is not None and limit < 1:
+        raise HttpError(
+            400, f"max_completion_tokens is {limit}; at least 1", "max_completion_tokens"
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    if body.max_tokens == 0:
+        raise HttpError(400, "max_tokens is 0; at least 1", "max_tokens")
+    if body.echo:
+        raise HttpError(400, "echo is not served for chats; leave it out", "echo")
+    if body.modalities not in (None, ["text"]):
+        raise HttpError(400, f"modalities {body.modalities}; only text is served", "modalities")
+
+
+class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
+    """The answer to one chat."""
+
+    def __init__(
+        self, service: Service, chat: Chat, body: ChatRequest, text_of: TokenTextOf
+    ) -> None:
+        super().__init__(service, "chatcmpl", chat.adapter, chat.usage)
+        self._readers = [OutputReader(chat.plan) for _ in range(chat.run.choices)]
+        self._body = body
+        self._has_logprobs = bool(body.logprobs)
+        self._has_prompt_logprobs = body.prompt_logprobs is not None
+        self._text_of = text_of
+        # Those of a stream, until a chunk has them.
+        self._unsent: PromptLogprobs | UnsetType = UNSET
+        self.prompt_ids: TokenIds = UNSET
+
+    def _whole(self, choices: list[TokensStreamed]) -> ChatCompletion:
+        entries = choices[0].prompt_logprobs
+        shown = prompt_logprobs(entries, self._text_of) if self._has_prompt_logprobs else None
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+            usage=self.usage.usage(),
+            prompt_logprobs=shown,
+            prompt_token_ids=self.prompt_ids,
+        )
+
+    def _whole_choice(self, index: int, choice: TokensStreamed) -> ChatChoice:
+        reader = self._readers[index]
+        reader.read(choice)
+        calls = tuple(
+            [
+                AnsweredCall(call.id, CalledFunction(call.name, call.text))
+                for call in reader.blocks.calls
+            ]
+        )
+        content = reader.blocks.text
+        message = ChatMessage(content if content or not calls else None, tool_calls=calls)
+        reason = reader.finish_reason(choice) or ""
+        scores, ids = self._logprobs(choice), returned_ids(choice, self._body)
+        return ChatChoice(index, message, reason, scores, choice.stop_reason, ids)
+
+    def _first_parts(self, choice: int) -> list[ChunkChoice]:
+        """Return the role."""
+        return [ChunkChoice(choice, Delta(role="assistant", content=""))]
+
+    def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[ChunkChoice]:
+        if chunk is None:
+            return []
+        if self._has_prompt_logprobs and chunk.prompt_logprobs:
+            self._unsent = prompt_logprobs(chunk.prompt_logprobs, self._text_of)
+        reader = self._readers[choice]
+        deltas = _deltas(reader.read(chunk))
+        if not deltas:
+            # The text of the tokens is held back, or they have none.
+            deltas = [Delta(content="") if chunk.tokens else Delta()]
+        reason = reader.finish_reason(chunk)
+        # Clients take a call for complete when a later chunk has the reason.
+        if reason is not None and deltas[-1].tool_calls:
+            deltas.append(Delta())
+        parts = [ChunkChoice(choice, delta) for delta in deltas]
+        ids = returned_ids(chunk, self._body)
+        parts[0] = replace(parts[0], logprobs=self._logprobs(chunk), token_ids=ids)
+        parts[-1] = replace(parts[-1], finish_reason=reason, stop_reason=chunk.stop_reason)
+        return parts
+
+    def _logprobs(self, chunk: TokensStreamed) -> ChatLogprobs | None:
+        if not self._has_logprobs or not chunk.logprobs:
+            return None
+        return chat_logprobs(chunk.logprobs, self._text_of)
+
+    def _chunk(self, parts: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        shown, self._unsent = self._unsent, UNSET
+        ids, self.prompt_ids = self.prompt_ids, UNSET
+        return ChatChunk(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=parts,
+            usage=usage,
+            prompt_logprobs=shown,
+            prompt_token_ids=ids,
+        )
+
+
+def _deltas(steps: Sequence[Step]) -> list[Delta]:
+    """Return what steps add to a message: one text or one piece of a call each."""
+    deltas: list[Delta] = []
+    begun: Step | None = None
+    for step in steps:
+        if begun is not None:
+            arguments = step.text if step.kind == "more" else ""
+            deltas.append(_call_delta(begun, arguments))
+            begun = None
+        elif step.kind == "begin":
+            begun = step if step.block.kind == "call" else None
+        elif step.kind == "more":
+            is_text = step.block.kind == "text"
+            deltas.append(Delta(content=step.text) if is_text else _call_delta(step, step.text))
+    return deltas if begun is None else [*deltas, _call_delta(begun, "")]
+
+
+def _call_delta(step: Step, arguments: str) -> Delta:
+    call = step.block
+    if step.kind == "begin":
+        function = CalledFunction(call.name, arguments)
+        return Delta(tool_calls=(CallDelta(call.call_index, function, call.id, "function"),))
+    return Delta(tool_calls=(CallDelta(call.call_index, CalledFunction(arguments=arguments)),))

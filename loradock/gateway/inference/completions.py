@@ -1,0 +1,299 @@
+"""`POST /v1/completions`: texts and token ids continued, one choice or several."""
+
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loradock.gateway.http.endpoints import Answer
+from loradock.gateway.http.errors import HttpError
+from loradock.gateway.http.streams import json_response
+from loradock.gateway.inference.answer import InferenceAnswer
+from loradock.gateway.inference.answers import Completion, CompletionChoice, Usage
+from loradock.gateway.inference.logprobs import (
+    CharacterCount,
+    CompletionLogprobs,
+    Entries,
+    PromptLogprobs,
+    TokenTextOf,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from loradock.gateway.inference.prompt_length import check_length, truncated, truncation_of
+from loradock.gateway.inference.rendered import rendered
+from loradock.gateway.inference.run import generated_tokens, returned_ids
+from loradock.gateway.inference.sampling import (
+    Logprobs,
+    SamplingDefaults,
+    SamplingFields,
+    sampling_of,
+)
+from loradock.gateway.inference.service import (
+    Service,
+    Start,
+    UsageCount,
+    finish_reason,
+    random_id,
+    token_text_of,
+)
+from loradock.messages.prompts import TokenId, Truncation
+from loradock.messages.requests import TokensStreamed
+from loradock.messages.views import TokenLogprob
+
+MAX_TOKENS_DEFAULT = 16
+"""As in the OpenAI protocol."""
+
+PROMPTS_MAX = 2048
+
+TokenIds = list[TokenId]
+
+
+class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The body: one prompt or a list of them, each a text or token ids."""
+
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def complete(self, _: Request, body: CompletionRequest) -> Answer:
+        """Answer with all texts, or with a stream of chunks."""
+        service, count = self._service, body.n or 1
+        adapter = await service.models.find(body.model)
+        files = await service.files_of(adapter)
+        sampling = _sampling(body, files.defaults)
+        text_of = token_text_of(service, body, has_logprobs=body.logprobs is not None)
+        prompts = self._prompts_of(body, sampling["max_tokens"])
+        echoes = self._echoes(body, prompts) if body.echo else []
+        usage = self._usage(body, prompts)
+        starts = [
+            Start(tuple(prompt) if isinstance(prompt, list) else prompt, sampling)
+            for prompt in prompts
+        ]
+        run = await service.start(adapter, starts, count)
+        answer = _Answer(service, adapter, usage, body, echoes, text_of)
+        if body.return_token_ids:
+            answer.prompt_ids = [tuple(one) for one in prompts if isinstance(one, list)]
+        return await answer.response(run, body)
+
+    async def render(self, _: Request, body: CompletionRequest) -> Response:
+        """Answer with what `complete` would generate from, one item per prompt."""
+        service = self._service
+        adapter = await service.models.find(body.model)
+        files = await service.files_of(adapter)
+        sampling = _sampling(body, files.defaults)
+        # Rendered prompts are token ids.
+        body.return_token_ids = True
+        prompts = self._prompts_of(body, sampling["max_tokens"])
+        shown_id = random_id("cmpl")
+        ids = [shown_id] if len(prompts) == 1 else [f"{shown_id}-{i}" for i in range(len(prompts))]
+        return json_response(
+            [
+                rendered(one, tuple(prompt), sampling, body)
+                for one, prompt in zip(ids, prompts, strict=True)
+                if isinstance(prompt, list)
+            ]
+        )
+
+    def _prompts_of(self, body: CompletionRequest, max_tokens: int) -> list[str | list[int]]:
+        """Return the prompts of a request; texts are token ids where the gateway needs these."""
+        prompts = prompts_of(body.prompt)
+        for prompt in prompts:
+            check_length(prompt, self._service.context, "prompt")
+        truncation = truncation_of(body.truncate_prompt_tokens, body.truncation_side, "left")
+        if truncation is not None:
+            return [self._truncated(prompt, body, truncation, max_tokens) for prompt in prompts]
+        if body.add_special_tokens is False or body.return_token_ids:
+            return [self._tokens_of(prompt, body) for prompt in prompts]
+        return prompts
+
+    def _tokens_of(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        return self._service.tokenizer.encode(prompt, special=body.add_special_tokens is not False)
+
+    def _truncated(
+        self,
+        prompt: str | list[int],
+        body: CompletionRequest,
+        truncation: Truncation,
+        max_tokens: int,
+    ) -> list[int]:
+        tokens = self._tokens_of(prompt, body)
+        content = tokens
+        if isinstance(prompt, str):
+            content = self._service.tokenizer.encode(prompt, special=False)
+        context = self._service.context
+        return truncated(truncation, tokens, content, context and context - max_tokens)
+
+    def _echoes(self, body: CompletionRequest, prompts: list[str | list[int]]) -> "list[_Echo]":
+        is_whole = body.truncate_prompt_tokens is None
+        return [
+            self._echo_of(sent, given if is_whole and isinstance(given, str) else None)
+            for given, sent in zip(prompts_of(body.prompt), prompts, strict=True)
+        ]
+
+    def _echo_of(self, prompt: str | list[int], text: str | None) -> "_Echo":
+        """Return the echo of a prompt; `text`: its own, if the request has it."""
+        if isinstance(prompt, list):
+            text = self._service.tokenizer.decode(prompt) if text is None else text
+            return _Echo(text, prompt[0] if prompt else 0)
+        tokenizer = self._service.adapter_files.base.tokenizer
+        tokens = tokenizer.encode(prompt, special=True) if tokenizer is not None else []
+        return _Echo(prompt, tokens[0] if tokens else 0)
+
+    def _usage(self, body: CompletionRequest, prompts: list[str | list[int]]) -> UsageCount:
+        """Return the counter of tokens, with those of the prompts if chunks need them."""
+        usage = UsageCount(body.n or 1)
+        if body.stream_options and body.stream_options.is_continuous:
+            for index, prompt in enumerate(prompts):
+                if isinstance(prompt, str):
+                    tokens = self._service.tokenizer.encode(prompt, special=True)
+                    usage.on_prompt(index, len(tokens))
+                else:
+                    usage.on_prompt(index, len(prompt))
+        return usage
+
+
+def _sampling(body: CompletionRequest, defaults: SamplingDefaults) -> dict[str, Any]:
+    """Return the keywords of `AsyncClient.generate`."""
+    if body.max_tokens == 0 and not body.echo:
+        raise HttpError(400, "max_tokens is 0; at least 1, or 0 with echo: true", "max_tokens")
+    max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else max(1, body.max_tokens)
+    sampling = sampling_of(body, defaults, max_tokens)
+    if body.logprobs is not None:
+        sampling["logprobs"] = body.logprobs
+        if body.echo:
+            sampling["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return sampling
+
+
+def prompts_of(
+    prompt: str | list[str | int | list[int]], param: str = "prompt"
+) -> list[str | list[int]]:
+    """Return each prompt of a request; raises `HttpError` for a list of several kinds."""
+    if isinstance(prompt, str):
+        return [prompt]
+    texts = [one for one in prompt if isinstance(one, str)]
+    tokens = [one for one in prompt if isinstance(one, int)]
+    lists = [one for one in prompt if isinstance(one, list)]
+    if len(tokens) == len(prompt):
+        return [tokens]
+    if len(prompt) not in (len(texts), len(lists)):
+        raise HttpError(400, "prompts of several kinds; all texts or all lists of ids", param)
+    return [*texts, *lists]
+
+
+class _Echo(NamedTuple):
+    """A prompt's text, and its first token, for which there is no log-probability."""
+
+    text: str
+    first_token: int
+
+
+class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
+    """The answer to one request; `echoes`: one per prompt, if they are part of it."""
+
+    def __init__(
+        self,
+        service: Service,
+        adapter: str | None,
+        usage: UsageCount,
+        body: CompletionRequest,
+        echoes: "list[_Echo]",
+        text_of: TokenTextOf,
+    ) -> None:
+        super().__init__(service, "cmpl", adapter, usage)
+        self._echoes = echoes
+        self._per_prompt = body.n or 1
+        self._body = body
+        self._text_of = text_of
+        # Per prompt what its first choice has received, and per choice the characters of tokens.
+        self.prompt_ids: list[tuple[int, ...]] = []
+        self._prompts: dict[int, Entries] = {}
+        self._characters: dict[int, CharacterCount] = {}
+
+    def _whole(self, choices: list[TokensStreamed]) -> Completion:
+        parts = [self._first_part(index, choice) for index, choice in enumerate(choices)]
+        return self._chunk(parts, self.usage.usage())
+
+    def _first_parts(self, choice: int) -> list[CompletionChoice]:
+        """Return nothing: an echo precedes the first chunk of its choice."""
+        del choice
+        return []
+
+    def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[CompletionChoice]:
+        if chunk is None:
+            return []
+        is_first = choice not in self._characters
+        return [self._first_part(choice, chunk) if is_first else self._choice(choice, chunk)]
+
+    def _first_part(self, index: int, chunk: TokensStreamed) -> CompletionChoice:
+        """Return the whole choice, or its first chunk, with what is known of its prompt."""
+        prompt = self._prompt_of(index, chunk)
+        shown = None
+        if self._body.prompt_logprobs is not None:
+            shown = prompt_logprobs(prompt, self._text_of)
+        choice = self._choice(index, chunk, self._echo(index), shown)
+        if not self.prompt_ids:
+            return choice
+        ids = self.prompt_ids[index // self._per_prompt]
+        return msgspec.structs.replace(choice, prompt_token_ids=ids)
+
+    def _choice(
+        self,
+        index: int,
+        chunk: TokensStreamed,
+        echo: str = "",
+        shown_prompt: PromptLogprobs | None = None,
+    ) -> CompletionChoice:
+        has_output = self._body.max_tokens != 0
+        scores = self._logprobs(index, chunk, has_output=has_output)
+        self._characters.setdefault(index, CharacterCount())
+        text = echo + (chunk.text if has_output else "")
+        reason = finish_reason(chunk) if has_output else "length"
+        ids = returned_ids(chunk, self._body) if has_output else UNSET
+        return CompletionChoice(index, text, reason, scores, chunk.stop_reason, shown_prompt, ids)
+
+    def _logprobs(
+        self, index: int, chunk: TokensStreamed, *, has_output: bool
+    ) -> CompletionLogprobs | None:
+        """Return the log-probabilities of the chunk's tokens, after the prompt's in an echo."""
+        is_echo = bool(self._echoes) and index not in self._characters
+        generated = generated_tokens(chunk)
+        if self._body.logprobs is None or not (generated or is_echo):
+            return None
+        tokens = list(generated) if has_output else []
+        entries: list[TokenLogprob | None] = list(chunk.logprobs) if has_output else []
+        if is_echo:
+            number = index // self._per_prompt
+            prompt, first = self._prompts.get(number, ()), self._echoes[number].first_token
+            entries = [*prompt, *entries]
+            tokens = [first if one is None else one.token for one in prompt] + tokens
+        count = self._characters.setdefault(index, CharacterCount())
+        return completion_logprobs(tokens, entries, self._text_of, count)
+
+    def _prompt_of(self, choice: int, chunk: TokensStreamed) -> Entries:
+        """Return the entries of a choice's prompt, which its first choice receives."""
+        prompt = choice // self._per_prompt
+        if chunk.prompt_logprobs:
+            self._prompts[prompt] = chunk.prompt_logprobs
+        return self._prompts.get(prompt, ())
+
+    def _echo(self, choice: int) -> str:
+        return self._echoes[choice // self._per_prompt].text if self._echoes else ""
+
+    def _chunk(self, parts: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(
+            id=self.id, created=self.created, model=self.model, choices=parts, usage=usage
+        )

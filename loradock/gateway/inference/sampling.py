@@ -1,0 +1,270 @@
+"""Sampling parameters of requests, and what of them is served.
+
+A parameter that the engine does not serve is refused by its name, unless its value is the one that
+changes nothing.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from operator import attrgetter
+from typing import Annotated, Any, Final, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
+
+from loradock.gateway.http.errors import FieldProblem, HttpError, refused_field
+from loradock.gateway.inference.prompt_length import Side, TruncatedTokens
+from loradock.gateway.inference.structures import ResponseFormat, StructuredOutputs, structure_of
+from loradock.messages.prompts import LOGPROBS_MAX, Priority
+
+CHOICES_MAX: Final = 128
+STOP_MAX: Final = 16
+
+TEMPERATURE_DEFAULT: Final = 1.0
+"""As in the OpenAI protocol; the model's generation_config.json precedes it, as in vLLM."""
+
+Tokens = Annotated[int, Meta(ge=0, le=1_000_000)]
+Logprobs = Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: in every chunk.
+
+    `include_obfuscation` is not used: chunks have no padding against observers of their lengths.
+    """
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether every chunk has the usage until then, which needs `include_usage` too."""
+        return bool(self.include_usage and self.continuous_usage_stats)
+
+
+LogitBias = Annotated[
+    dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}\Z")], Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=1024),
+]
+"""Token ids, written as strings, with what is added to their logits."""
+
+
+Label = msgspec.Raw | UnsetType
+"""Any JSON; it is not read."""
+
+
+class Labels(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that clients send along and that change no answer of this server.
+
+    Names of users, requests and conversations; hints for the caches, queues and stores of OpenAI;
+    an expected output (`prediction`), which makes its generation faster there; and hints for the
+    routing of OpenRouter, which a server of one model has none of.
+    """
+
+    user: Label = UNSET
+    metadata: Label = UNSET
+    request_id: Label = UNSET
+    session_id: Label = UNSET
+    safety_identifier: Label = UNSET
+    service_tier: Label = UNSET
+    store: Label = UNSET
+    cache_salt: Label = UNSET
+    cache_control: Label = UNSET
+    prompt_cache_key: Label = UNSET
+    prompt_cache_options: Label = UNSET
+    prompt_cache_retention: Label = UNSET
+    prediction: Label = UNSET
+    models: Label = UNSET
+    provider: Label = UNSET
+    route: Label = UNSET
+    trace: Label = UNSET
+    usage: Label = UNSET
+
+
+class SamplingFields(Labels, kw_only=True, forbid_unknown_fields=True):
+    """The parameters that texts and chats have in common.
+
+    Parameters below `seed` are served where the engine serves them, or accepted with values that
+    change nothing.
+    """
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=STOP_MAX)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    length_penalty: float | None = None
+    logit_bias: LogitBias | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: TruncatedTokens | None = None
+    truncation_side: Side | None = None
+    prompt_logprobs: Logprobs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None
+    priority: Priority | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw | UnsetType = UNSET
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    logits_processors: msgspec.Raw | UnsetType = UNSET
+    kv_transfer_params: msgspec.Raw | UnsetType = UNSET
+    vllm_xargs: msgspec.Raw | UnsetType = UNSET
+
+
+UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
+    "length_penalty": (1.0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "guided_grammar": (),
+    "logits_processors": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "max_tokens_per_query": (0,),
+    "max_tokens_per_doc": (0,),
+    "instruction": ("",),
+}
+"""Parameter -> its values that change nothing; null is one of them for every parameter."""
+
+PASSED_ON: Final = (
+    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "n", "priority"),
+    "skip_special_tokens",
+)
+"""Parameters that mean the same to the engine, under the same name."""
+
+_passed_on: Final = attrgetter(*PASSED_ON)
+_NULL: Final = b"null"
+
+
+class SamplingDefaults(Struct, frozen=True):
+    """Values for parameters that a request leaves out, under their names in generation_config.json.
+
+    `max_new_tokens`: of a chat; None: as many as the context leaves. `stop_token_ids`: tokens that
+    end an output besides the model's own and those of the request, unless it ignores end tokens.
+    """
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = TEMPERATURE_DEFAULT
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+_NO_DEFAULTS: Final = SamplingDefaults()
+
+
+class _Unserved(NamedTuple):
+    """The parameters in `UNCHANGED` that bodies of one type have, and their defaults."""
+
+    names: tuple[str, ...]
+    values: Callable[[Struct], tuple[Any, ...]]
+    defaults: tuple[Any, ...]
+
+
+@cache
+def _unserved(body_type: type[Struct]) -> _Unserved:
+    fields = [field for field in structs.fields(body_type) if field.name in UNCHANGED]
+    names = tuple([field.name for field in fields])
+    # Of a single name, `attrgetter` would return no tuple.
+    values = attrgetter(*names) if len(names) > 1 else partial(_values, names)
+    return _Unserved(names, values, tuple([field.default for field in fields]))
+
+
+def _values(names: tuple[str, ...], body: Struct) -> tuple[Any, ...]:
+    return tuple([getattr(body, name) for name in names])
+
+
+def check_served(body: Struct) -> None:
+    """Raise `HttpError` for the first parameter with a value that is not served."""
+    unserved = _unserved(type(body))
+    values = unserved.values(body)
+    # All parameters are compared at once, because most requests have none of these.
+    if values == unserved.defaults:
+        return
+    for name, value in zip(unserved.names, values, strict=True):
+        if value is None or value is UNSET or value in UNCHANGED[name]:
+            continue
+        if not isinstance(value, msgspec.Raw) or bytes(value).strip() != _NULL:
+            raise refused_field(FieldProblem(name, f"{name} is not served; leave it out"))
+
+
+def check_stream_options(body: SamplingFields) -> None:
+    """Raise `HttpError` for options of a stream where none is requested."""
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options needs stream: true", "stream_options")
+
+
+def sampling_of(
+    body: SamplingFields, defaults: SamplingDefaults, max_tokens: int | None
+) -> dict[str, Any]:
+    """Return the keywords of `AsyncClient.generate`; None as `max_tokens` is its own default."""
+    check_served(body)
+    check_stream_options(body)
+    top_k = defaults.top_k if body.top_k is None else body.top_k
+    sampling: dict[str, Any] = {
+        "temperature": defaults.temperature if body.temperature is None else body.temperature,
+        "top_p": defaults.top_p if body.top_p is None else body.top_p,
+        # -1 means no bound in vLLM.
+        "top_k": max(0, top_k),
+        "stop": _stop_of(body.stop),
+    }
+    if max_tokens is not None:
+        sampling["max_tokens"] = max_tokens
+    structure = structure_of(body)
+    if structure is not None:
+        sampling["structure"] = structure
+    if body.seed is not None:
+        sampling["seed"] = body.seed % 2**63
+    if body.logit_bias:
+        sampling["logit_bias"] = tuple((int(t), bias) for t, bias in body.logit_bias.items())
+    if body.include_stop_str_in_output is not None:
+        sampling["include_stop"] = body.include_stop_str_in_output
+    passed_on = zip(PASSED_ON, _passed_on(body), strict=True)
+    sampling |= {name: value for name, value in passed_on if value is not None}
+    return sampling if defaults == _NO_DEFAULTS else _with_further(defaults, sampling)
+
+
+def _with_further(defaults: SamplingDefaults, sampling: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of parameters that few models recommend."""
+    further = {"min_p": defaults.min_p, "repetition_penalty": defaults.repetition_penalty}
+    further = {n: value for n, value in further.items() if value != getattr(_NO_DEFAULTS, n)}
+    if defaults.stop_token_ids and not sampling.get("ignore_eos"):
+        ids = (*sampling.get("stop_token_ids", ()), *defaults.stop_token_ids)
+        return further | sampling | {"stop_token_ids": ids}
+    return further | sampling
+
+
+def _stop_of(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)

@@ -1,0 +1,204 @@
+"""The chat templates of a model or an adapter, and where they are rendered.
+
+The model's own, and that of `--chat-template`, are the operator's, and are rendered in the gateway.
+An adapter's are rendered in another process (`template_process`), which ends if one takes too long.
+"""
+
+import asyncio
+import json
+import signal
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import structlog
+from msgspec import Struct
+
+from loradock.gateway.inference.chat_template import ChatTemplate, TemplateError
+from loradock.gateway.inference.template_process import (
+    CPU_S,
+    HEAD_BYTES,
+    MEMORY_BYTES,
+    content_length,
+    encode_frame,
+)
+from loradock.gateway.tools.formats import find_format
+from loradock.processes.subprocesses import process_command
+
+WALL_S: Final = 60.0
+"""How long an answer of the process may take, on a machine that hardly runs it."""
+END_S: Final = 1.0
+"""How long the process may take to end by itself."""
+REST_S: Final = 60.0
+"""How long a template is refused after it exceeded its bounds, which would cost as much again."""
+
+_ATTEMPTS: Final = 2
+_BOUNDS: Final = f"{CPU_S:g} s of processor time or {MEMORY_BYTES >> 20} MiB"
+
+log = structlog.get_logger("gateway")
+
+
+class Template(Protocol):
+    """A template; `reads_parts`: it reads contents as lists of parts, otherwise as texts."""
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether contents are lists of parts."""
+
+    @property
+    def tool_format(self) -> str:
+        """The format of tool calls that it shows; empty if it shows no known one."""
+
+    async def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
+        """Return the prompt; raises `TemplateError`."""
+
+
+class Templates(Struct, frozen=True):
+    """The templates of one tokenizer; `tool_use`, if there is one, is for chats with tools.
+
+    `problem`: why there is none although one was saved.
+    """
+
+    default: Template | None = None
+    tool_use: Template | None = None
+    problem: str = ""
+
+    def template_for(self, *, has_tools: bool) -> Template | None:
+        """Return the template for a chat with or without tools."""
+        return self.tool_use if has_tools and self.tool_use is not None else self.default
+
+
+class OperatorsTemplate:
+    """A template that the operator chose; raises `ValueError` for one with wrong syntax."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._template = ChatTemplate(source, special_tokens)
+        self.tool_format: Final = find_format(source)
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether contents are lists of parts."""
+        return self._template.reads_parts
+
+    async def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
+        """Return the prompt; raises `TemplateError`."""
+        return self._template.render(messages, variables)
+
+
+class AdaptersTemplate:
+    """An adapter's template, rendered in a `TemplateProcess`, which makes it."""
+
+    def __init__(
+        self,
+        process: "TemplateProcess",
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        reads_parts: bool,
+    ) -> None:
+        self._process = process
+        self._template: Final = {"source": source, "special_tokens": dict(special_tokens)}
+        self._reads_parts: Final = reads_parts
+        self.tool_format: Final = find_format(source)
+        self._rests_until = 0.0
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether contents are lists of parts."""
+        return self._reads_parts
+
+    async def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
+        """Return the prompt; raises `TemplateError`, for `REST_S` after a bound was exceeded."""
+        clock = asyncio.get_running_loop().time
+        if clock() < self._rests_until:
+            raise TemplateError(f"the chat template needed more than {_BOUNDS} a moment ago")
+        request = {**self._template, "messages": list(messages), "variables": dict(variables)}
+        try:
+            answer = await self._process.ask(request)
+        except BoundsExceeded:
+            self._rests_until = clock() + REST_S
+            raise
+        return str(answer["text"])
+
+
+class BoundsExceeded(TemplateError):  # noqa: N818 - named by what happened
+    """A template that needs more time or memory than it may have."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the chat template needs more than {_BOUNDS} for these messages")
+
+
+class TemplateProcess:
+    """The process for adapters' templates, started by the first of them; one at a time is rendered.
+
+    It belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._process: Process | None = None
+
+    async def compile(self, source: str, special_tokens: Mapping[str, str]) -> AdaptersTemplate:
+        """Return the template; raises `ValueError` for one that can't be compiled."""
+        try:
+            answer = await self.ask({"source": source, "special_tokens": dict(special_tokens)})
+        except TemplateError as error:
+            raise ValueError(str(error)) from error
+        return AdaptersTemplate(self, source, special_tokens, reads_parts=answer["reads_parts"])
+
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request; raises `TemplateError`."""
+        # An exchange that its client abandons is completed: the next answer would be its own.
+        asked = asyncio.ensure_future(self._ask(encode_frame(request)))
+        asked.add_done_callback(lambda task: task.cancelled() or task.exception())
+        answer = await asyncio.shield(asked)
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return answer
+
+    async def close(self) -> None:
+        """End the process."""
+        async with self._lock:
+            await self._end()
+
+    async def _ask(self, frame: bytes) -> dict[str, Any]:
+        async with self._lock:
+            for _ in range(_ATTEMPTS):
+                try:
+                    async with asyncio.timeout(WALL_S):
+                        return await self._exchange(frame)
+                except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+                    if await self._end() == -signal.SIGPROF:
+                        break
+                    # It ended for lack of memory, of which earlier templates may have left little,
+                    # or was ended by someone else: a new process decides.
+        log.warning("an adapter's chat template exceeded its bounds", bounds=_BOUNDS)
+        raise BoundsExceeded
+
+    async def _exchange(self, frame: bytes) -> dict[str, Any]:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                *process_command("templates"), stdin=PIPE, stdout=PIPE
+            )
+        source, target = self._process.stdout, self._process.stdin
+        if source is None or target is None:
+            raise ConnectionError("the process has no pipes")
+        target.write(frame)
+        await target.drain()
+        head = await source.readexactly(HEAD_BYTES)
+        answer: dict[str, Any] = json.loads(await source.readexactly(content_length(head)))
+        return answer
+
+    async def _end(self) -> int | None:
+        """End the process, or wait for its end; return its status, None if there is none."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(END_S):
+                return await process.wait()
+        except TimeoutError:
+            process.kill()
+            return await process.wait()

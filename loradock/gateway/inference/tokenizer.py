@@ -1,0 +1,129 @@
+"""The model's tokenizer and its files, without the libraries of the engine.
+
+Only `tokenizer.json` is read: importing the libraries that convert other formats takes a hundred
+times the memory of a gateway.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer as Vocabulary
+
+from loradock.gateway.http.errors import HttpError
+from loradock.gateway.inference.prompt_files import (
+    TOKENIZER_CONFIG_FILE,
+    json_object,
+    special_tokens,
+)
+from loradock.messages.errors import ErrorCode
+
+FILE_BYTES_MAX: Final = 256 << 20
+
+_NO_CHARACTER: Final = "\ufffd"
+"""Stands in a text for bytes that are no character."""
+
+_BYTE: Final = re.compile("<0x[0-9A-F]{2}>")
+"""A vocabulary's entry for a byte, where texts are not divided into bytes before."""
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary (GPT-2's) stands for.
+
+    A byte that Latin-1 prints stands for itself; the others are numbered from 256 on.
+    """
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printed]
+    characters = [*map(chr, printed), *(chr(0x100 + index) for index in range(len(others)))]
+    return dict(zip(characters, [*printed, *others], strict=True))
+
+
+_BYTE_OF_CHARACTER: Final = _byte_of_character()
+
+
+class Tokenizer:
+    """The tokenizer in a model's directory; raises `OSError` and `ValueError` for other files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._vocabulary = _vocabulary(directory / "tokenizer.json")
+        text = read_text(directory / TOKENIZER_CONFIG_FILE) or "{}"
+        self.config = json_object(text, TOKENIZER_CONFIG_FILE)
+        self.special_tokens: Final = special_tokens(self.config)
+        self._anchor: Final = self.encode("a", special=False)[:1]
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Return the token ids; `special`: with those that the tokenizer adds to every text."""
+        ids: list[int] = self._vocabulary.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special ones included."""
+        text: str = self._vocabulary.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token id, with a space that it begins with."""
+        # Some tokenizers drop the space before the first word of a text.
+        before = self._anchor
+        return self.decode([*before, token])[len(self.decode(before)) :]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token id in UTF-8, which may be a part of a character."""
+        text = self.token_text(token)
+        if _NO_CHARACTER not in text:
+            return text.encode()
+        entry = self._vocabulary.id_to_token(token) or ""
+        if _BYTE.fullmatch(entry):
+            return bytes.fromhex(entry[3:5])
+        data = [_BYTE_OF_CHARACTER.get(character, -1) for character in entry]
+        return text.encode() if -1 in data else bytes(data)
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of special tokens, which are left out of outputs."""
+        added = self._vocabulary.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the vocabulary's entry of each token id."""
+        return [self._vocabulary.id_to_token(token) or "" for token in tokens]
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a token; None if no token has this text."""
+        found: int | None = self._vocabulary.token_to_id(text)
+        return found
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer adds the beginning-of-text token to every text."""
+        bos = self.special_tokens.get("bos_token")
+        first = self.encode("a", special=True)[:1]
+        return bos is not None and first == [self._vocabulary.token_to_id(bos)]
+
+
+def _vocabulary(path: Path) -> Vocabulary:
+    if path.stat().st_size > FILE_BYTES_MAX:
+        raise ValueError(f"{path} has more than {FILE_BYTES_MAX} bytes")
+    text = path.read_text()
+    try:
+        return Vocabulary.from_str(text)
+    except Exception as error:
+        # The library has no errors of its own.
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_text(path: Path) -> str | None:
+    """Return the text of a file; None if there is none. Raises `OSError` and `ValueError`."""
+    return path.read_text() if path.is_file() else None
+
+
+def no_tokenizer() -> HttpError:
+    """Return the error for a request that needs the tokenizer where there is none."""
+    code = ErrorCode.NOT_SERVED.value
+    return HttpError(
+        400,
+        f"{code}: the gateway has no tokenizer.json of this model, so chats, texts of tokens and "
+        "/tokenize are not served; send token ids to /v1/completions",
+        error_code=code,
+    )

@@ -1,0 +1,94 @@
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`."""
+
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, Struct, field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loradock.gateway.http.errors import HttpError
+from loradock.gateway.http.streams import json_response
+from loradock.gateway.inference.answers import Detokenized, Tokenized
+from loradock.gateway.inference.chat_prompt import ChatPrompts
+from loradock.gateway.inference.messages import MESSAGES_MAX, Json, Message
+from loradock.gateway.inference.service import Service
+from loradock.messages.prompts import TokenId
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A text in `prompt`, or a chat in `messages`."""
+
+    messages: Annotated[list[Message], Meta(max_length=MESSAGES_MAX)] = field(default_factory=list)
+    tools: Json = UNSET
+    tool_choice: Json = UNSET
+    documents: Json = UNSET
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Json = UNSET
+    reasoning_effort: str | None = None
+    model: str | None = None
+    prompt: Annotated[str, Meta(max_length=1_000_000)] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Token ids."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=262_144)]
+    model: str | None = None
+
+
+class Tokens:
+    """The endpoints."""
+
+    def __init__(self, service: Service, prompts: ChatPrompts) -> None:
+        self._service = service
+        self._prompts = prompts
+
+    async def tokenize(self, _: Request, body: TokenizeRequest) -> Response:
+        """Answer `POST /tokenize`."""
+        tokenizer = self._service.tokenizer
+        adapter = await self._service.models.find(body.model)
+        if (body.prompt is None) == (not body.messages):
+            raise HttpError(400, "either 'prompt' or 'messages' is needed", "prompt")
+        if body.prompt is not None:
+            tokens = tokenizer.encode(body.prompt, special=body.add_special_tokens is not False)
+        else:
+            files = await self._service.files_of(adapter)
+            rendered = await self._prompts.prompt_of(body, files)
+            if isinstance(rendered.prompt, str):
+                raise HttpError(400, "images are not served here; leave them out", "messages")
+            tokens = list(rendered.prompt)
+        texts = tokenizer.token_texts(tokens) if body.return_token_strs else None
+        return json_response(Tokenized(len(tokens), self._service.context, tokens, texts))
+
+    async def detokenize(self, _: Request, body: DetokenizeRequest) -> Response:
+        """Answer `POST /detokenize`."""
+        await self._service.models.find(body.model)
+        return json_response(Detokenized(self._service.tokenizer.decode(body.tokens)))
+
+    async def info(self, _: Request) -> Response:
+        """Answer `GET /tokenizer_info` with what vLLM shows of the tokenizer's settings."""
+        config = {
+            name: _shown(value)
+            for name, value in self._service.tokenizer.config.items()
+            if name not in ("vocab_file", "merges_file")
+        }
+        config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        template = self._service.adapter_files.base.sources.default
+        if template:
+            config["chat_template"] = template
+        return json_response(config)
+
+
+def _shown(value: Any) -> Any:
+    """Return a setting in which special tokens are texts."""
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("content"), str):
+        return value["content"]
+    return {name: _shown(one) for name, one in value.items()}

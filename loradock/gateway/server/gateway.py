@@ -1,0 +1,117 @@
+"""The parts of one gateway, connected; they live as long as its event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from loradock.client import AsyncClient, LoradockError
+from loradock.gateway.adapters.follower import Follower
+from loradock.gateway.adapters.lora_modules import load_modules, parse_lora_modules
+from loradock.gateway.adapters.models import Models
+from loradock.gateway.adapters.names import ModelNames
+from loradock.gateway.adapters.resolvers import Resolution, configured_resolvers
+from loradock.gateway.adapters.table import AdapterTable
+from loradock.gateway.inference.adapter_files import AdapterFiles
+from loradock.gateway.inference.model_files import read_model_files
+from loradock.gateway.inference.service import Service
+from loradock.gateway.metrics.recorder import Recorder
+from loradock.gateway.options import GatewayConfig
+from loradock.gateway.page.live import Live
+from loradock.messages.errors import ErrorCode
+from loradock.messages.traces import configured_tracer
+
+if TYPE_CHECKING:
+    from loradock.gateway.inference.traces import TracedService
+
+_MODEL_RETRY_S: Final = 0.5
+
+log = structlog.get_logger("gateway")
+
+
+class StartError(Exception):
+    """Something that was configured can't be served."""
+
+
+class Gateway:
+    """The parts of a gateway.
+
+    Construct it in its event loop. Raises `ResolverError`, `OSError` and `ValueError` for a
+    configuration that can't be used. `traced` is the service while requests have spans, else None.
+    """
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config: Final = config
+        # What may be refused precedes the client, which has a socket.
+        tracer = configured_tracer("gateway")
+        resolvers = configured_resolvers(config.lora_resolver_roots, config.lora_resolvers)
+        self._modules = parse_lora_modules(config.lora_modules)
+        files = read_model_files(
+            config.model, config.chat_template, config.max_model_len, config.tool_call_parser
+        )
+        self.names: Final = ModelNames(config.served_model_names, config.model)
+        self.client: Final = AsyncClient(
+            config.directory or None,
+            address=config.address,
+            key=config.key,
+            server_key=config.server_key,
+        )
+        self.table: Final = AdapterTable()
+        self.follower: Final = Follower(self.client, self.table)
+        self.live: Final = Live(self.follower)
+        self.recorder: Final = Recorder()
+        resolution = Resolution(self.client, resolvers)
+        models = Models(self.client, self.table, self.names, resolution)
+        timeout_s = float(config.request_timeout_s)
+        self._adapter_files = AdapterFiles(
+            models, files, config.adapter_roots, has_template=bool(config.chat_template)
+        )
+        service = Service(self.client, models, self.recorder, self._adapter_files, timeout_s)
+        self.service = service
+        self.traced: TracedService | None = None
+        if tracer is not None:
+            # Its library is an extra.
+            from loradock.gateway.inference import traces  # noqa: PLC0415
+
+            of_requests = traces.Traces(tracer, self.table)
+            self.service = self.traced = traces.TracedService(service, of_requests)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Future[None]]:
+        """Run the tasks of the gateway; the future ends with `StartError` if it can't serve."""
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        async with self.client:
+            tasks = [
+                asyncio.create_task(self.follower.run()),
+                asyncio.create_task(self._prepare(failed)),
+            ]
+            try:
+                yield failed
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self._adapter_files.process.close()
+                failed.cancel()
+
+    async def _prepare(self, failed: asyncio.Future[None]) -> None:
+        """Load the first adapters, and learn the model's name where it is not configured."""
+        try:
+            await self._wait_for_model()
+            await load_modules(self.client, self._modules)
+        except LoradockError as error:
+            kept = "; the server keeps what it has: leave this one out, and use `load --replace`"
+            hint = kept if error.code is ErrorCode.CONFLICT else ""
+            failed.set_exception(StartError(f"--lora-modules: {error}{hint}"))
+
+    async def _wait_for_model(self) -> None:
+        """Use the engine's name of the model, where no directory is configured."""
+        while not self.names.directory:
+            status = self.table.status
+            if status is not None and status.model:
+                self.names.set_own_name(status.model)
+                log.warning("chats are not served: --model is needed", model=status.model)
+                return
+            await asyncio.sleep(_MODEL_RETRY_S)

@@ -1,0 +1,219 @@
+"""The start and the end of a gateway process: configuration, socket, signals, exit status.
+
+The process ends when its supervisor does, and ends its requests before that within a bound.
+"""
+
+import asyncio
+import gc
+import os
+import resource
+import socket
+import ssl
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+import structlog
+import uvicorn
+
+from loradock.gateway.adapters.resolvers import ResolverError
+from loradock.gateway.options import GatewayConfig
+from loradock.gateway.server.app import create_app
+from loradock.gateway.server.gateway import Gateway, StartError
+from loradock.processes import process_log
+from loradock.processes.progress import Progress
+
+EXIT_CONFIG: Final = 2
+"""No process can be started with these options."""
+EXIT_SOCKET: Final = 6
+"""The socket can't be opened."""
+
+BACKLOG: Final = 2048
+KEEP_ALIVE_S: Final = 75
+HEAD_TIMEOUT_S: Final = 20.0
+UNREAD_TIMEOUT_S: Final = 60.0
+"""How long a client may read nothing of an answer that waits for it."""
+
+STEP_BOUND_S: Final = 60.0
+"""How long a turn of the loop may take; the supervisor ends a process that takes longer."""
+
+GARBAGE_OBJECTS: Final = 20_000
+"""Objects that are made, and not freed, between two collections of garbage."""
+
+log = structlog.get_logger("gateway")
+
+
+def main() -> int:
+    """Run `python -m loradock.gateway.server CONFIG [PARENT_FD [PAGE]]`; return the exit status.
+
+    The configuration is JSON. `PARENT_FD` closes when the supervisor ends, to whose `PAGE` steps
+    are written, and the reason why no gateway can run.
+    """
+    process_log.configure(name="gateway")
+    try:
+        config = msgspec.json.decode(sys.argv[1], type=GatewayConfig)
+    except (IndexError, msgspec.MsgspecError) as error:
+        log.error("wrong configuration", error=str(error))
+        return EXIT_CONFIG
+    process_log.configure(config.log_format, "gateway")
+    # Each connection is a file descriptor.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _collect_less_garbage()
+    parent_fd = int(sys.argv[2]) if len(sys.argv) > 2 else -1
+    return run(config, parent_fd, Progress(*sys.argv[3:4]))
+
+
+def run(config: GatewayConfig, parent_fd: int = -1, progress: Progress | None = None) -> int:
+    """Serve until a signal or the supervisor's end; return the exit status."""
+    progress = progress or Progress()
+    try:
+        listener = open_listener(config.host, config.port)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        log.error("the address can't be used", host=config.host, port=config.port, error=reason)
+        progress.end(f"--http {config.host}:{config.port} can't be used: {reason}")
+        return EXIT_SOCKET
+    with listener:
+        try:
+            _loop_runner()(serve(config, listener, parent_fd, progress))
+        except (StartError, ResolverError, OSError, ValueError) as error:
+            log.error("can't serve with these options", error=str(error))
+            progress.end(f"can't serve with these options: {error}")
+            return EXIT_CONFIG
+    return 0
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raises `OSError`."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+async def serve(
+    config: GatewayConfig,
+    listener: socket.socket,
+    parent_fd: int = -1,
+    progress: Progress | None = None,
+) -> None:
+    """Serve on a socket until a signal; raises `StartError` if the gateway can't serve."""
+    gateway = Gateway(config)
+    async with gateway.running() as failed:
+        http = uvicorn_config(config, create_app(gateway))
+        server = _Server(http, gateway.live.close, progress or Progress())
+        _end_with_supervisor(parent_fd, server)
+        failed.add_done_callback(lambda _: _stop(server))
+        log.info("the gateway serves", url=url_of(config, listener))
+        await server.serve(sockets=[listener])
+        if failed.done():
+            failed.result()
+    log.info("the gateway ended")
+
+
+class _Server(uvicorn.Server):
+    """A server that reports its steps.
+
+    It ends what has no end of its own before it waits for requests to end.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        end_streams: Callable[[], Awaitable[None]],
+        progress: Progress,
+    ) -> None:
+        super().__init__(config)
+        self._end_streams = end_streams
+        self._progress = progress
+
+    async def on_tick(self, counter: int) -> bool:
+        """Report that the loop runs, in which this is called ten times per second."""
+        self._progress.enter("serve", STEP_BOUND_S)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting connections, and wait for requests within the configured bound."""
+        self._progress.enter("stop", STEP_BOUND_S + (self.config.timeout_graceful_shutdown or 0))
+        await self._end_streams()
+        await super().shutdown(sockets)
+
+
+def uvicorn_config(config: GatewayConfig, app: Any) -> uvicorn.Config:
+    """Return the settings of the HTTP server."""
+    return uvicorn.Config(
+        app,
+        http=_protocol(config),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=config.drain_timeout_s,
+        h11_max_incomplete_event_size=config.header_bytes_max,
+        ssl_keyfile=config.ssl_keyfile or None,
+        ssl_certfile=config.ssl_certfile or None,
+        ssl_ca_certs=config.ssl_ca_certs or None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
+    )
+
+
+def url_of(config: GatewayConfig, listener: socket.socket) -> str:
+    """Return the address of the page."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if config.ssl_certfile else 'http'}://{shown}:{port}/"
+
+
+def _protocol(config: GatewayConfig) -> Any:
+    try:
+        from loradock.gateway.server.protocol import bounded_protocol  # noqa: PLC0415 - may be missing
+    except ImportError:
+        # h11 is slower, and has bounds of its own.
+        return "h11"
+    return bounded_protocol(config.header_bytes_max, HEAD_TIMEOUT_S, UNREAD_TIMEOUT_S)
+
+
+def _loop_runner() -> Callable[[Any], None]:
+    try:
+        import uvloop  # noqa: PLC0415 - does not install everywhere
+    except ImportError:
+        return asyncio.run
+    return uvloop.run
+
+
+def _collect_less_garbage() -> None:
+    """Look for unreachable cycles less often, and not among the objects that stay.
+
+    A request makes hundreds of objects and hardly a cycle; looking for them took a tenth of it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS, 20, 50)
+
+
+def _stop(server: uvicorn.Server) -> None:
+    server.should_exit = True
+
+
+def _end_with_supervisor(parent_fd: int, server: uvicorn.Server) -> None:
+    """End when the pipe closes, whose other end the supervisor holds."""
+    if parent_fd >= 0:
+        asyncio.get_running_loop().add_reader(parent_fd, _on_parent_end, parent_fd, server)
+
+
+def _on_parent_end(parent_fd: int, server: uvicorn.Server) -> None:
+    asyncio.get_running_loop().remove_reader(parent_fd)
+    os.close(parent_fd)
+    _stop(server)

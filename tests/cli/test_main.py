@@ -1,0 +1,50 @@
+"""Tests of the program `loradock`: what it imports, and its version."""
+
+import subprocess
+import sys
+import tomllib
+from inspect import unwrap
+
+import typer
+
+import loradock
+from loradock.cli.main import COMMANDS, VERSION, app
+from loradock.cli.pages.help_pages import summary
+from tests.support.simulation.command_runs import ROOT, run
+
+
+def test_it_starts_without_heavy_modules():
+    heavy = ["torch", "transformers", "zmq", "structlog", "transitions", "asyncio", "rich"]
+    heavy += ["loradock.cli.serve", "loradock.cli.adapters"]
+    code = f"""
+import atexit, sys
+from loradock.cli.main import app
+atexit.register(lambda: print([m for m in {heavy} if m in sys.modules]))
+app()
+"""
+    listed = subprocess.run(
+        [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert listed.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_overview_has_each_command_with_the_summary_of_its_page():
+    commands = typer.main.get_command(app).commands
+    assert {entry.name for panel in COMMANDS.values() for entry in panel} == set(commands)
+    for panel in COMMANDS.values():
+        for entry in panel:
+            assert entry.summary == summary(commands[entry.name])
+            assert {info.name for info in entry.load().registered_groups} <= set(commands)
+            known = {commands[name].callback for name in commands if commands[name].callback}
+            assert {unwrap(i.callback) for i in entry.load().registered_commands} <= set(
+                map(unwrap, known)
+            )
+
+
+def test_the_version_is_written_in_one_place():
+    assert run("--version").stdout == f"loradock {VERSION}\n"
+    assert loradock.__version__ == VERSION
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    source = project["tool"]["setuptools"]["dynamic"]["version"]
+    assert source == {"attr": "messages.VERSION"}

@@ -1,0 +1,60 @@
+"""Tests of the controller's directory, its socket paths, and whether it is served."""
+
+import contextlib
+import socket
+
+import pytest
+
+from loradock.client import Client
+from loradock.client.sockets import (
+    SOCKET_PATH_BYTES_MAX,
+    connection_to,
+    events_endpoint,
+    requests_endpoint,
+    runtime_directory,
+    silence_reason,
+    unserved_reason,
+)
+from tests.support.simulation.standin_controller import StandIn
+
+
+def test_the_directory_is_the_argument_or_the_variable_or_the_default(monkeypatch, tmp_path):
+    monkeypatch.delenv("LORADOCK_DIR", raising=False)
+    assert str(runtime_directory()) == ".loradock"
+    monkeypatch.setenv("LORADOCK_DIR", str(tmp_path))
+    assert runtime_directory() == tmp_path
+    assert str(runtime_directory("elsewhere")) == "elsewhere"
+    assert requests_endpoint(tmp_path) == f"ipc://{tmp_path}/run/requests.sock"
+    assert events_endpoint(tmp_path) == f"ipc://{tmp_path}/run/events.sock"
+
+
+def test_a_socket_path_that_is_too_long_is_refused(tmp_path):
+    longest = "d" * (SOCKET_PATH_BYTES_MAX - len("/run/requests.sock"))
+    assert requests_endpoint(runtime_directory(longest))
+    with pytest.raises(ValueError, match=r"has 108 bytes and Unix allows 107.*shorter"):
+        Client(longest + "d")
+
+
+def test_a_directory_is_served_while_a_controller_listens(tmp_path):
+    assert unserved_reason(connection_to(tmp_path)) == "no socket there"
+    with StandIn(tmp_path):
+        assert not unserved_reason(connection_to(tmp_path))
+    assert unserved_reason(connection_to(tmp_path)) == "nothing listens on its socket"
+    silence = silence_reason(connection_to(tmp_path))
+    assert silence.startswith(f"no LoRADock server answers at {tmp_path} (nothing listens")
+    assert f"start one: loradock --dir {tmp_path} serve" in silence
+    (tmp_path / "file").touch()
+    assert unserved_reason(connection_to(tmp_path / "file")) == "Not a directory"
+
+
+def test_a_listener_with_a_full_queue_serves_its_directory(tmp_path):
+    (tmp_path / "run").mkdir()
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as connections:
+        listener.bind(str(tmp_path / "run" / "requests.sock"))
+        listener.listen(0)
+        for _ in range(2):
+            connection = connections.enter_context(socket.socket(socket.AF_UNIX))
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                connection.connect(listener.getsockname())
+        assert not unserved_reason(connection_to(tmp_path))

@@ -1,0 +1,59 @@
+"""A start with another model or less room than before is a question, and not silent."""
+
+from pathlib import Path
+
+import pytest
+
+from loradock.cli.exit_codes import ExitCode
+from loradock.controller.core.limits import Limits
+from loradock.controller.server import supervisor
+from loradock.controller.server.startup.previous_start import (
+    changes,
+    read_served,
+    served,
+    write_served,
+)
+from loradock.controller.server.supervisor import Ended
+from tests.support.parallel.processes import TINY
+from tests.support.plain_logs import reset_logs
+from tests.support.simulation.command_runs import run
+
+
+def test_only_what_evicts_or_excludes_adapters_is_a_change(tmp_path: Path) -> None:
+    before = served("/m", Limits(), "lru")
+    assert read_served(tmp_path) is None
+    write_served(tmp_path, before)
+    assert read_served(tmp_path) == before
+    assert changes(None, before) == []
+    assert changes(before, before) == []
+    assert changes(before, served("/m", Limits(slots_max=9, rest_ms=1), "none")) == []
+    assert changes(before, served("", Limits(), "lru")) == []
+    assert changes(before, served("/n", Limits(slots_max=2, host_bytes_max=1 << 30), "lru")) == [
+        "the model is /n instead of /m",
+        "--slots is 2 instead of 8",
+        "--host-bytes is 1 GiB instead of 4 GiB",
+    ]
+
+
+def test_a_changed_start_needs_an_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def serve(config):
+        started.append(config.server.limits.slots_max)
+        return Ended(0)
+
+    monkeypatch.setattr(supervisor, "serve", serve)
+    words = ["serve", "--model", str(TINY / "model")]
+    try:
+        assert run(*words, directory=tmp_path).exit_code == 0
+        refused = run(*words, "--slots", "2", directory=tmp_path)
+        assert refused.exit_code == ExitCode.REFUSED
+        line, hint = refused.stderr.splitlines()
+        assert line.endswith("was served differently before: --slots is 2 instead of 8")
+        assert "--accept-changes" in hint
+        accepted = run(*words, "--slots", "2", "--accept-changes", directory=tmp_path)
+        assert accepted.exit_code == 0
+        assert run(*words, "--slots", "2", directory=tmp_path).exit_code == 0
+    finally:
+        reset_logs()
+    assert started == [8, 2, 2]
