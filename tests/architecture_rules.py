@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from loradock.controller.server.diagrams import between_marks
+from tests.support.documents import between_marks
 from tests.support.sources import PROGRAM, Source, imports, read_sources
 
 STDLIB: Final = tuple(sys.stdlib_module_names)
@@ -49,15 +49,10 @@ ROOMS: Final = (
     # The controller.
     _package("controller"),
     _package("controller.states", "messages", "transitions")._replace(stdlib=PURE),
-    _package("controller.core.tables", "messages", "msgspec xxhash")._replace(stdlib=PURE),
-    _package(
-        "controller.core",
-        "messages controller.states controller.core.tables",
-        "msgspec xxhash",
-    )._replace(stdlib=PURE),
-    _package(
-        "controller.log", "messages controller.core controller.core.tables", "caio msgspec xxhash"
+    _package("controller.core", "messages controller.states", "msgspec xxhash")._replace(
+        stdlib=PURE
     ),
+    _package("controller.log", "messages controller.core", "caio msgspec xxhash"),
     _package("controller.server.clients", "messages", "msgspec xxhash"),
     _package(
         "controller.server.access",
@@ -66,7 +61,7 @@ ROOMS: Final = (
     ),
     _package(
         "controller.server.operating",
-        "processes messages controller.core controller.core.tables controller.log",
+        "processes messages controller.core controller.log",
         "msgspec structlog",
     ),
     _package(
@@ -74,7 +69,7 @@ ROOMS: Final = (
     ),
     _package(
         "controller.server",
-        "processes messages controller.states controller.core controller.core.tables "
+        "processes messages controller.states controller.core "
         "controller.log controller.server.clients controller.server.access "
         "controller.server.operating controller.server.startup",
         "msgspec structlog",
@@ -250,7 +245,7 @@ ROOMS: Final = (
     Room(
         "testing",
         ("testing",),
-        ("controller.core", "controller.core.tables"),
+        ("controller.core",),
         ("msgspec",),
     ),
 )

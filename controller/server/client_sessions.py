@@ -10,10 +10,10 @@ from typing import Final, get_args
 
 from msgspec.structs import replace
 
-from loradock.controller.core.context import Refusal
+from loradock.controller.core.answers import Answer, AnswerWindows, WindowBounds
+from loradock.controller.core.context import Checked, Refusal
 from loradock.controller.core.controller import Controller
-from loradock.controller.core.request_handlers import Pending, id_conflict
-from loradock.controller.core.tables.answer_windows import Answer, AnswerWindows, WindowBounds
+from loradock.controller.core.requests import Pending, id_conflict
 from loradock.controller.core.views import AdapterPages, show_status
 from loradock.controller.server.access.permissions import LOCAL_ONLY, LOCAL_USER, Access
 from loradock.controller.server.clients.client_table import Client, ClientTable, hash_public
@@ -170,8 +170,8 @@ class ClientSessions:
             logged = replace(message, request_id=request_id)  # type: ignore[assignment]
         # What an earlier input of this group does for its client is not known yet.
         if load is None and client.name not in self._group_clients:
-            known = self._controller.screen(logged, body_hash)
-            if known is not None:
+            known = self._controller.check(logged, body_hash)
+            if not isinstance(known, Checked):
                 self._answer_known(logged, known, body, body_hash)
                 return
         if self.control.is_stopping and type(message) not in _CANCELS:

@@ -1,4 +1,9 @@
-"""Accepted requests that have not ended: adding, waiting for adapters, answering.
+"""Requests that wait, and what they use their adapters for once these are ready.
+
+An accepted request is pending until it has ended, and a waiter of each adapter that is not ready
+for it. A hold lasts from its answer until it is released. A lease lasts as long as the operation
+that the engine runs for an inference or a batch. A generation may be suspended meanwhile: then it
+has no lease, and waits for its adapter to be in a slot.
 
 Nothing here moves an adapter: one whose goal may have changed is added to `dirty_adapters`.
 """
@@ -9,23 +14,30 @@ from typing import Final
 
 from loradock.controller.core.actions import SendCommand
 from loradock.controller.core.context import NANOS_PER_MS, Context
-from loradock.controller.core.world import Adapter, PendingRequest, RequestKind
+from loradock.controller.core.world import DOWNWARD, USES, Adapter, PendingRequest, RequestKind
 from loradock.controller.states.table import RESIDENCY_LEVEL
-from loradock.messages import commands, requests
+from loradock.messages import commands, events, requests
 from loradock.messages.errors import ErrorCode
-from loradock.messages.ids import EVICTED, UNREGISTERED, AdapterId, AdapterState, RequestId
+from loradock.messages.ids import (
+    CPU_CACHED,
+    EVICTED,
+    GPU_SLOT,
+    PINNED,
+    UNREGISTERED,
+    AdapterId,
+    AdapterState,
+    RequestId,
+    Seq,
+)
 from loradock.messages.views import Warnings
 
-DOWNWARD: Final = ("deactivate", "evict", "remove")
-"""Kinds of requests whose target is a maximum; the target of every other kind is a minimum."""
-
-INFERENCE: Final = ("generate", "embed", "classify")
-
-USES: Final = frozenset({*INFERENCE, "activate", "batch"})
-"""Kinds of requests that use an adapter in a slot: each one is a hit or a miss.
-
-Those that only prepare it (load, stage, hold) are neither, and no request waits because of them.
-"""
+GRANTED: Final[dict[RequestKind, AdapterState]] = {
+    "load": CPU_CACHED,
+    "stage": PINNED,
+    "activate": GPU_SLOT,
+    "hold": GPU_SLOT,
+}
+"""The state that an adapter is in when a request of each kind is granted."""
 
 
 def has_reached(adapter: Adapter, target: AdapterState) -> bool:
@@ -100,6 +112,18 @@ def end_waiting(
         _end_if_unused(context, adapter)
 
 
+def end_suspension(context: Context, adapter: Adapter, request_id: RequestId) -> None:
+    """Remove a suspended request from the waiters; the last one of a retired version ends it."""
+    stop_waiting(context, adapter, request_id)
+    _end_if_unused(context, adapter)
+
+
+def _end_if_unused(context: Context, adapter: Adapter) -> None:
+    if adapter.retired and not adapter.waiters:
+        context.set_goal(adapter, UNREGISTERED)
+    context.dirty_adapters[adapter.id] = None
+
+
 def dequeue_batch(context: Context, request_id: RequestId) -> None:
     """Remove a batch from those that wait for slots; the next one becomes the current batch."""
     world = context.world
@@ -154,7 +178,7 @@ def _cancel_demotion(context: Context, pending: PendingRequest) -> None:
     """Keep the adapters of a refused downward request as they are, or at least their records."""
     for adapter_id in pending.adapters:
         adapter = context.world.adapters.get(adapter_id)
-        if adapter is None or adapter.retired or is_wanted_down(context, adapter):
+        if adapter is None or adapter.retired or context.world.is_wanted_down(adapter):
             continue
         if not adapter.op:
             context.set_goal(adapter, adapter.state)
@@ -197,42 +221,97 @@ def stop_inference(context: Context, pending: PendingRequest) -> None:
     context.actions.append(SendCommand(commands.StopGeneration(context.next_op(), pending.op)))
 
 
-def has_suspended(context: Context, adapter: Adapter) -> bool:
-    """Whether a generation of the adapter is suspended."""
-    pending = context.world.pending_requests
-    return any(pending[request_id].op for request_id in adapter.waiters)
+def answer_granted(
+    context: Context, adapter: Adapter, request_id: RequestId, kind: RequestKind
+) -> None:
+    """Answer a request that the adapter satisfies; a hold begins with its answer."""
+    if kind == "hold" and not adapter.held:
+        hold(context, adapter)
+    warnings: Warnings = ()
+    if kind in GRANTED:
+        context.keep(adapter, GRANTED[kind])
+        warnings = context.world.warnings.get(adapter.id, ())
+    context.answer(adapter_done(request_id, adapter, warnings))
 
 
-def will_resume(context: Context, adapter: Adapter) -> bool:
-    """Whether a suspended generation of the adapter needs a slot: it is not ordered to end."""
-    pending = context.world.pending_requests
-    waiting = [pending[request_id] for request_id in adapter.waiters]
-    return any(one.op and not one.stopping for one in waiting)
+def hold(context: Context, adapter: Adapter) -> None:
+    """Exempt the adapter from every eviction."""
+    adapter.held = True
+    context.world.held[adapter.id] = None
+    context.mark_changed(adapter)
+    context.publish(events.AdapterHeld(adapter.name))
 
 
-def end_suspension(context: Context, adapter: Adapter, request_id: RequestId) -> None:
-    """Remove a suspended request from the waiters; the last one of a retired version ends it."""
-    stop_waiting(context, adapter, request_id)
-    _end_if_unused(context, adapter)
+def release(context: Context, adapter: Adapter) -> None:
+    """End a hold; a goal that only the hold wanted is dropped."""
+    world = context.world
+    adapter.held = False
+    del world.held[adapter.id]
+    if adapter.id in world.queues.members:
+        world.queues.reprioritize(adapter.id, adapter.priority)
+    context.mark_changed(adapter)
+    context.publish(events.AdapterReleased(adapter.name))
+    if world.queues.members or adapter.backing_off:
+        context.dirty_adapters[adapter.id] = None
 
 
-def _end_if_unused(context: Context, adapter: Adapter) -> None:
-    if adapter.retired and not adapter.waiters:
-        context.set_goal(adapter, UNREGISTERED)
+def lease(context: Context, adapter: Adapter) -> None:
+    """Keep an adapter in its slot until the operation of the request that uses it ends."""
+    adapter.leases += 1
+    if adapter.kept != GPU_SLOT:
+        context.keep(adapter, GPU_SLOT)
+    context.world.adapters.mark_changed(adapter.id)
+
+
+def end_use(context: Context, request_id: RequestId, pending: PendingRequest) -> None:
+    """End the leases of a request, or its suspension; an idle adapter may leave its slot."""
+    world = context.world
+    adapters = world.adapters
+    for adapter_id in pending.adapters:
+        adapter = adapters[adapter_id]
+        if request_id in adapter.waiters:
+            end_suspension(context, adapter, request_id)
+            continue
+        adapter.leases -= 1
+        adapters.mark_changed(adapter_id)
+        if context.rules > 2:
+            # It was in use until now.
+            context.touch_lru(adapter)
+        if adapter_id in world.demoting or world.queues.members:
+            context.dirty_adapters[adapter_id] = None
+
+
+def suspend(context: Context, adapter: Adapter, since: Seq) -> bool:
+    """Suspend the generations that lease an adapter; do nothing and return False for other leases.
+
+    They wait as requests that arrived at `since`.
+    """
+    world = context.world
+    running = []
+    for operation in world.operations.values():
+        pending = world.pending_requests.get(operation.request_id)
+        if pending is not None and pending.adapters == (adapter.id,) and pending.kind == "generate":
+            running.append(operation.request_id)
+    if len(running) != adapter.leases:
+        return False
+    for request_id in running:
+        suspend_one(context, adapter, request_id, since)
+    return True
+
+
+def suspend_one(context: Context, adapter: Adapter, request_id: RequestId, since: Seq) -> None:
+    """Let a running generation wait for its adapter to be in a slot again."""
+    adapter.leases -= 1
+    wait_for(context, adapter, request_id, since)
     context.dirty_adapters[adapter.id] = None
 
 
-def awaits_first_slot(context: Context, adapter: Adapter) -> bool:
-    """Whether inference waits for a removed version, whose name was valid when it arrived."""
-    pending = context.world.pending_requests
-    waiting = [pending[request_id] for request_id in adapter.waiters] if adapter.retired else []
-    return any(one.kind in INFERENCE and not one.op for one in waiting)
-
-
-def is_wanted_down(context: Context, adapter: Adapter) -> bool:
-    """Whether a downward request waits for the adapter; upward requests are served after it."""
-    pending = context.world.pending_requests
-    return any(pending[request_id].kind in DOWNWARD for request_id in adapter.waiters)
+def order_resumption(context: Context, adapter: Adapter, pending: PendingRequest) -> None:
+    """Order the engine to continue a generation in the adapter's slot; harmless if it does."""
+    command = commands.ResumeGeneration(
+        context.next_op(), pending.op, adapter.slot, adapter.generation
+    )
+    context.actions.append(SendCommand(command))
 
 
 def adapter_done(

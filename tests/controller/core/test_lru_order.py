@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loradock.controller.core.tables.lru_order import LruOrder
+from loradock.controller.core.indexes import LruOrder
 
 
 @given(st.lists(st.integers(1, 12)))

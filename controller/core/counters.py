@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from loradock.controller.core.tables.fast_assignment import fast_assignment
+from loradock.controller.core.fast_assignment import fast_assignment
 from loradock.messages import commands
 from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
 

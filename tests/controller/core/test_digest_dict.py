@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loradock.controller.core.tables.digest_dict import DigestDict
+from loradock.controller.core.indexes import DigestDict
 
 KEYS = st.integers(0, 5)
 steps = st.lists(st.tuples(st.sampled_from(("set", "change", "delete", "digest")), KEYS))

@@ -6,10 +6,10 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loradock.controller.core.tables.answer_windows import Answer, AnswerWindows, WindowBounds
+from loradock.controller.core.answers import Answer, AnswerWindows, WindowBounds
 from loradock.messages.ids import client_name, client_of, scoped, unscoped
 from loradock.messages.requests import CancelDone
-from tests.controller.core.tables.test_window_sizes import entries
+from tests.controller.core.test_window_sizes import entries
 
 BOUNDS = WindowBounds(count_max=12, client_max=5, kept_ns=100)
 

@@ -7,11 +7,11 @@ largest window.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from loradock.controller.core.tables.window_sizes import WindowSizes
 from loradock.messages.ids import RequestId, client_of
 from loradock.messages.requests import Reply
 
@@ -122,7 +122,7 @@ class AnswerWindows:
             if not window or window[0].time_ns > expired_ns:
                 break
             del self.by_id[window.popleft().reply.request_id]
-        self._note_size(client, size_before, len(window))
+        self._resize(client, size_before, len(window))
 
     def _drop_beyond_bounds(self, client: str) -> None:
         while len(self._windows.get(client, ())) > self.bounds.client_max:
@@ -133,9 +133,9 @@ class AnswerWindows:
     def _drop_oldest(self, client: str) -> None:
         window = self._windows[client]
         del self.by_id[window.popleft().reply.request_id]
-        self._note_size(client, len(window) + 1, len(window))
+        self._resize(client, len(window) + 1, len(window))
 
-    def _note_size(self, client: str, before: int, after: int) -> None:
+    def _resize(self, client: str, before: int, after: int) -> None:
         if self._sizes is not None and before != after:
             self._sizes.change(client, before, after)
         if not after:
@@ -146,3 +146,66 @@ class AnswerWindows:
         if self._sizes is None:
             self._sizes = WindowSizes((key, len(window)) for key, window in self._windows.items())
         return self._sizes.largest_client()
+
+
+class WindowSizes:
+    """Clients by the sizes of their windows.
+
+    Each client is once in `_clients`. The heap of a size has at most two entries per client of that
+    size, so that all memory here is proportional to the number of windows.
+    """
+
+    __slots__ = ("_clients", "_heaps", "largest")
+
+    def __init__(self, sizes: Iterable[tuple[str, int]]) -> None:
+        """`sizes`: every client with a window, and its number of answers."""
+        self._clients: Final[dict[int, set[str]]] = {}
+        for client, size in sizes:
+            self._clients.setdefault(size, set()).add(client)
+        # Names by size, for sizes that were the largest when `largest_client` was called. A client
+        # that has another size meanwhile is dropped when it comes first.
+        self._heaps: Final[dict[int, list[str]]] = {}
+        self.largest = max(self._clients, default=0)
+
+    def change(self, client: str, before: int, after: int) -> None:
+        """Record that a window's size has changed; 0 means that there is none."""
+        clients, heaps = self._clients, self._heaps
+        if before:
+            others = clients[before]
+            others.remove(client)
+            if before in heaps:
+                self._drop_long_heap(before)
+            if not others:
+                del clients[before]
+        if after:
+            same = clients.get(after)
+            if same is None:
+                clients[after] = {client}
+            else:
+                same.add(client)
+                if after in heaps:
+                    heappush(heaps[after], client)
+                    self._drop_long_heap(after)
+        largest = max(self.largest, after)
+        while largest and largest not in clients:
+            largest -= 1
+        self.largest = largest
+
+    def largest_client(self) -> str:
+        """Return the client with the largest window; of several, the first by name.
+
+        There must be a window.
+        """
+        clients = self._clients[self.largest]
+        heap = self._heaps.get(self.largest)
+        if heap is None:
+            heap = self._heaps[self.largest] = list(clients)
+            heapify(heap)
+        while heap[0] not in clients:
+            heappop(heap)
+        return heap[0]
+
+    def _drop_long_heap(self, size: int) -> None:
+        """Drop a heap with too many entries; it is made again when it is needed."""
+        if len(self._heaps[size]) > 2 * len(self._clients[size]):
+            del self._heaps[size]

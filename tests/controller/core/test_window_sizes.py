@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loradock.controller.core.tables.window_sizes import WindowSizes
+from loradock.controller.core.answers import WindowSizes
 
 CLIENTS = "abcdefgh"
 

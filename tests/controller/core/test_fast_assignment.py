@@ -5,8 +5,8 @@ import pytest
 from msgspec import Struct
 
 from loradock.controller.core import world
-from loradock.controller.core.tables.counters import Counters
-from loradock.controller.core.tables.fast_assignment import fast_assignment
+from loradock.controller.core.counters import Counters
+from loradock.controller.core.fast_assignment import fast_assignment
 
 CHANGED = [
     kind

@@ -1,24 +1,24 @@
-"""Handlers of the engine's reports: the source of every state change while an engine is attached.
+"""The engine's reports: the source of every state change while an engine is attached.
 
-A report that does not fit its operation or the adapter's state is refused, published, and changes
-nothing. A report without an open operation is a repetition and is ignored.
+A report changes facts alone. If it does not fit its operation or the adapter's state, it is
+refused, published, and changes nothing. A report without an open operation is a repetition and is
+ignored.
 """
 
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from loradock.controller.core import capacity, leases, pending_requests
+from loradock.controller.core import capacity, versions, waiting
 from loradock.controller.core.actions import SendCommand
 from loradock.controller.core.context import Context
+from loradock.controller.core.indexes import TIERS, TierName
 from loradock.controller.core.reconcile import abandon_goal, start_backoff
-from loradock.controller.core.tables.counters import Counters
-from loradock.controller.core.tables.tier_queues import TIERS, TierName
 from loradock.controller.core.world import Adapter, Operation, PendingRequest
 from loradock.controller.states.machine import IllegalTransitionError
-from loradock.controller.states.table import ENGINE_LOST, RESIDENCY_LEVEL
+from loradock.controller.states.table import ENGINE_LOST
 from loradock.messages import commands, events, reports, requests
 from loradock.messages.errors import ErrorCode
-from loradock.messages.ids import GPU_SLOT, UNREGISTERED, RequestId
+from loradock.messages.ids import UNREGISTERED, RequestId
 from loradock.messages.views import Placement
 
 SUCCESS_OF: Final[dict[type, type]] = {
@@ -108,47 +108,41 @@ def _move_adapter(context: Context, operation: Operation, report: Any) -> None:
 
 def _on_loaded(context: Context, adapter: Adapter) -> None:
     adapter.announced = True
-    promote_version(context, adapter)
+    versions.promote_version(context, adapter)
     cached = events.AdapterCached(adapter.name, context.step_ns(adapter))
-    publish_if_current(context, adapter, cached)
+    context.publish_if_current(adapter, cached)
 
 
 def _on_staged(context: Context, adapter: Adapter) -> None:
     capacity.refund(context, adapter, "host")
     pinned = events.AdapterPinned(adapter.name, context.step_ns(adapter))
-    publish_if_current(context, adapter, pinned)
+    context.publish_if_current(adapter, pinned)
 
 
 def _on_unstaged(context: Context, adapter: Adapter) -> None:
     capacity.leave(context, adapter, "pinned")
-    publish_if_current(context, adapter, events.AdapterUnpinned(adapter.name))
+    context.publish_if_current(adapter, events.AdapterUnpinned(adapter.name))
 
 
 def _on_written(context: Context, adapter: Adapter) -> None:
     activated = events.AdapterActivated(
         adapter.name, adapter.slot, adapter.generation, context.step_ns(adapter)
     )
-    publish_if_current(context, adapter, activated)
+    context.publish_if_current(adapter, activated)
 
 
 def _on_reset(context: Context, adapter: Adapter) -> None:
     slot = adapter.slot
     capacity.leave(context, adapter, "device")
-    publish_if_current(context, adapter, events.AdapterDeactivated(adapter.name, slot))
+    context.publish_if_current(adapter, events.AdapterDeactivated(adapter.name, slot))
 
 
 def _on_dropped(context: Context, adapter: Adapter) -> None:
     capacity.leave(context, adapter, "host")
     capacity.leave(context, adapter, "pinned")
-    requested = pending_requests.is_wanted_down(context, adapter)
+    requested = context.world.is_wanted_down(adapter)
     reason: events.EvictionReason = "request" if requested else "policy"
-    publish_if_current(context, adapter, events.AdapterEvicted(adapter.name, reason))
-
-
-def publish_if_current(context: Context, adapter: Adapter, event: events.Event) -> None:
-    """Publish an event of an adapter if its name stands for this version, not for another one."""
-    if context.world.names.get(adapter.name) == adapter.id:
-        context.publish(event)
+    context.publish_if_current(adapter, events.AdapterEvicted(adapter.name, reason))
 
 
 _ON_TRANSITION: Final[dict[type, Callable[[Context, Adapter], None]]] = {
@@ -188,7 +182,7 @@ def _check_replacement(context: Context, current: Adapter, candidate: Adapter) -
     """
     pending = context.world.pending_requests
     if candidate.fingerprint == current.fingerprint:
-        _move_waiters(context, candidate, current)
+        versions.move_waiters(context, candidate, current)
     elif not all(pending[request_id].replace for request_id in candidate.waiters):
         abandon_goal(
             context,
@@ -198,60 +192,6 @@ def _check_replacement(context: Context, current: Adapter, candidate: Adapter) -
             f"{current.fingerprint or 'not read yet'}, found {candidate.fingerprint}); load it "
             "with replace",
         )
-
-
-def promote_version(context: Context, new: Adapter) -> None:
-    """Give a loaded version the name, goal, hold and waiters of the one that it replaces.
-
-    Without a waiting request, the new version is removed instead. The replaced version serves its
-    running requests and is removed after them.
-    """
-    world = context.world
-    old = world.adapters.get(new.predecessor)
-    if old is None:
-        return
-    new.predecessor, old.successor = 0, 0
-    context.mark_changed(old)
-    if not new.waiters:
-        # Its requests were refused meanwhile, so it is removed without events.
-        new.retired, new.announced = True, False
-        context.set_goal(new, UNREGISTERED)
-        return
-    world.names[new.name] = new.id
-    old.retired = True
-    # They are those of the name. What the old version still does is added when it is removed.
-    new.counters.add(old.counters)
-    old.counters = Counters()
-    context.publish(events.AdapterReplaced(new.name, new.fingerprint))
-    _move_waiters(context, old, new)
-    context.set_goal(new, max(new.goal, old.goal, key=RESIDENCY_LEVEL.__getitem__))
-    context.keep(new, old.kept)
-    if old.held:
-        # The name stays held, so no event is published.
-        old.held, new.held = False, True
-        del world.held[old.id]
-        world.held[new.id] = None
-        context.set_goal(new, GPU_SLOT)
-    context.set_goal(old, UNREGISTERED)
-    context.dirty_adapters[old.id] = None
-
-
-def _move_waiters(context: Context, source: Adapter, target: Adapter) -> None:
-    """Bind the requests that wait for `source` to `target`.
-
-    Running and suspended ones keep their version.
-    """
-    world = context.world
-    moving = [one for one in source.waiters if not world.pending_requests[one].op]
-    for request_id in (*moving, *world.batches):
-        pending = world.pending_requests[request_id]
-        pending.adapters = tuple([target.id if a == source.id else a for a in pending.adapters])
-    for request_id in moving:
-        pending_requests.stop_waiting(context, source, request_id)
-        arrived_seq = world.pending_requests[request_id].arrived_seq
-        pending_requests.wait_for(context, target, request_id, arrived_seq)
-    context.dirty_adapters[source.id] = None
-    context.dirty_adapters[target.id] = None
 
 
 def _on_failed(
@@ -268,10 +208,10 @@ def _on_failed(
 
 def _abandon_demotion(context: Context, adapter: Adapter, report: reports.OperationFailed) -> None:
     """Keep an adapter that can't be demoted, and request the inventory: its state is in doubt."""
-    ends = adapter.retired and not pending_requests.awaits_first_slot(context, adapter)
+    ends = adapter.retired and not context.world.awaits_first_slot(adapter)
     context.set_goal(adapter, UNREGISTERED if ends else adapter.state)
     context.touch_lru(adapter)
-    pending_requests.refuse_waiters(context, adapter, report.code, report.message, downward=True)
+    waiting.refuse_waiters(context, adapter, report.code, report.message, downward=True)
     if not adapter.waiters:
         start_backoff(context, adapter)
     context.actions.append(SendCommand(commands.RequestInventory(0)))
@@ -291,7 +231,7 @@ def discard_operation(context: Context, operation: Operation) -> None:
     world = context.world
     if operation.request_id:
         pending = world.pending_requests[operation.request_id]
-        leases.end_use(context, operation.request_id, pending)
+        waiting.end_use(context, operation.request_id, pending)
         pending.op = 0
         return
     adapter = world.adapters[operation.adapter_id]
@@ -308,7 +248,7 @@ def mark_lost(context: Context, adapter: Adapter) -> None:
     adapter.backing_off = False
     context.apply_transition(adapter, ENGINE_LOST)
     context.dirty_adapters[adapter.id] = None
-    publish_if_current(context, adapter, events.AdapterEvicted(adapter.name, "engine-lost"))
+    context.publish_if_current(adapter, events.AdapterEvicted(adapter.name, "engine-lost"))
 
 
 def _on_generation_ended(
@@ -347,8 +287,8 @@ def _adapter_of(context: Context, pending: PendingRequest) -> Adapter | None:
 def _end_request(
     context: Context, request_id: RequestId, pending: PendingRequest, reply: requests.Reply
 ) -> None:
-    leases.end_use(context, request_id, pending)
-    pending_requests.remove(context, request_id, pending, reply)
+    waiting.end_use(context, request_id, pending)
+    waiting.remove(context, request_id, pending, reply)
 
 
 def _on_mapping_set(context: Context, operation: Operation, _report: reports.MappingSet) -> None:
