@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, get_args
 
 import msgspec
 
-from loradock.controller.server.access.permissions import RIGHT_OF
+from loradock.controller.server.access import RIGHT_OF
 from loradock.controller.server.event_stream import EVENTS_BEAT_NS
 from loradock.messages import wire
 from loradock.messages.base import Value

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from loradock.controller.core.context import Refusal, unknown_adapter
-from loradock.controller.server.access.keys import AllowedKey, KeyListError, KeyStore, Right
+from loradock.controller.server.keys import AllowedKey, KeyListError, KeyStore, Right
 from loradock.messages import control, events, requests
 from loradock.messages.errors import ErrorCode
 from loradock.messages.requests import EventsFetched, Reply, Request

@@ -5,92 +5,84 @@ Inside the controller, ids of requests carry the client's name (`loradock.messag
 """
 
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable
 from typing import Final, get_args
 
 from msgspec.structs import replace
 
 from loradock.controller.core.answers import Answer, AnswerWindows, WindowBounds
-from loradock.controller.core.context import Checked, Refusal
+from loradock.controller.core.context import Checked
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.requests import Pending, id_conflict
-from loradock.controller.core.views import AdapterPages, show_status
-from loradock.controller.server.access.permissions import LOCAL_ONLY, LOCAL_USER, Access
-from loradock.controller.server.clients.client_table import Client, ClientTable, hash_public
-from loradock.controller.server.clients.outbox import Outbox, Send
-from loradock.controller.server.clients.payloads import PAYLOAD_BYTES_MAX, Payloads
-from loradock.controller.server.default_adapters import DefaultAdapters
-from loradock.controller.server.event_stream import EventStream
-from loradock.controller.server.input_handler import GroupInput
-from loradock.controller.server.operating.refusal_log import RefusalLog
-from loradock.controller.server.operating.server_control import ServerControl, outcome_of
-from loradock.controller.server.query_budget import QueryBudget
-from loradock.controller.server.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
-from loradock.controller.server.snapshot_process import LogFacts
+from loradock.controller.server.access import LOCAL_ONLY, LOCAL_USER, Access
+from loradock.controller.server.admin import Admin
+from loradock.controller.server.clients import (
+    PAYLOAD_BYTES_MAX,
+    Client,
+    ClientTable,
+    Outbox,
+    Payloads,
+    hash_public,
+)
+from loradock.controller.server.diagnostics import Diagnostics, outcome_of
+from loradock.controller.server.inputs import GroupInput
+from loradock.controller.server.preloads import DefaultAdapters
+from loradock.controller.server.queries import Queries
 from loradock.messages import requests
 from loradock.messages.commands import StartInference
-from loradock.messages.control import CancelRequest, ServerCommand
+from loradock.messages.control import CancelRequest, ChangeSettings, StopServer
 from loradock.messages.errors import ErrorCode
-from loradock.messages.ids import AdapterName, OpId, RequestId, client_of, scoped, unscoped
+from loradock.messages.ids import AdapterName, RequestId, client_of, scoped, unscoped
 from loradock.messages.records import GenerationRequested, InferenceRequested, PoolingRequested
 from loradock.messages.reports import PrivateReport
 from loradock.messages.requests import LifecycleRequest, PrivateRequest
-from loradock.messages.views import EngineStatistics, PoolingTask
+from loradock.messages.views import PoolingTask
 from loradock.messages.wire import REQUESTS, Body, WireError
 
 REFUSALS: Final = WindowBounds(65_536, 256, 3_600_000_000_000)
 """Bounds on the unlogged refusals that are repeated: in all, per client, and nanoseconds."""
 
-QUERY_RETRY_MS: Final = 100
 PAYLOAD_RETRY_MS: Final = 1000
+
 LOG_RETRY_MS: Final = 1000
 
 _QUERIES: Final = frozenset(get_args(requests.Query))
-_PRIVATE: Final = frozenset(get_args(PrivateRequest))
-_CANCELS: Final = frozenset({CancelRequest, requests.CancelGeneration})
-_COMMANDS: Final = frozenset(get_args(ServerCommand)) - _CANCELS
-_STREAMED: Final = frozenset(get_args(PrivateReport))
 
-CanReply = Callable[[bytes], bool]
-"""Whether a client has read enough earlier replies to be sent a long one."""
+_PRIVATE: Final = frozenset(get_args(PrivateRequest))
+
+_CANCELS: Final = frozenset({CancelRequest, requests.CancelGeneration})
+
+_STREAMED: Final = frozenset(get_args(PrivateReport))
 
 
 class ClientSessions:
     """Requests of clients, and the replies to them."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what it works with
+    def __init__(  # noqa: PLR0913, PLR0917 - one per collaborator
         self,
         controller: Controller,
-        events: EventStream,
-        send: Send,
-        pid: int,
+        queries: Queries,
+        admin: Admin,
+        diagnostics: Diagnostics,
+        outbox: Outbox,
         defaults: DefaultAdapters,
-        can_reply: CanReply = lambda _: True,
         access: Access = LOCAL_ONLY,
     ) -> None:
-        self.log_facts: Callable[[], LogFacts] = LogFacts
-        # What the engine's last heartbeat reported: statistics, and the operations that run.
-        self.engine_beat: Callable[[], tuple[EngineStatistics, Set[OpId]]]
-        self.engine_beat = lambda: (EngineStatistics(), frozenset())
         self._controller = controller
+        self._queries = queries
+        self._admin = admin
+        self._diagnostics = diagnostics
+        self._outbox = outbox
+        self.defaults: Final = defaults
         self._access = access
-        self._can_reply = can_reply
-        self._pages = AdapterPages(controller.world)
-        self._defaults = defaults
-        self._events = events
-        self._pid = pid
         self._clients = ClientTable()
-        self._outbox = Outbox(send)
         self._payloads = Payloads()
         self._refusals = AnswerWindows(REFUSALS)
         self._resends: dict[RequestId, None] = {}
-        self._queries: QueryQueue[tuple[str, requests.Query]] = QueryQueue()
-        self._budget = QueryBudget()
-        self.control: Final = ServerControl(controller)
-        self._refusal_log = RefusalLog()
         self._group: list[GroupInput] = []
         self._group_clients: set[str] = set()
         self._later_queries: list[tuple[bytes, str, requests.Query]] = []
+        self._changes: list[tuple[bytes, ChangeSettings]] = []
 
     def receive_all(self, frames: Iterable[tuple[bytes, str, bytes]]) -> None:
         """Process frames, each after its connection and the user of its key."""
@@ -119,21 +111,28 @@ class ClientSessions:
                     # A client reads its own writes.
                     self._later_queries.append(query)  # type: ignore[arg-type]
                 else:
-                    self._add_query(*query)  # type: ignore[arg-type]
-            elif type(message) in _COMMANDS:
-                self._outbox.add(route, self.control.execute(message))  # type: ignore[arg-type]
+                    self._queries.add(*query)  # type: ignore[arg-type]
+            elif type(message) is StopServer:
+                self._outbox.add(route, self._admin.stop(message))
+            elif type(message) is ChangeSettings:
+                self._changes.append((route, message))
             else:
                 self._receive(client, message, body)  # type: ignore[arg-type]
 
     def _refuse_at(self, route: bytes, refused: requests.Refused) -> None:
         """Refuse a request that has no place in the tables of requests."""
-        self._refusal_log.note(refused, time.monotonic_ns())
+        self._diagnostics.refusals.record(refused, time.monotonic_ns())
         self._outbox.add(route, refused)
 
     @property
-    def has_group(self) -> bool:
-        """Whether inputs wait to be taken."""
-        return bool(self._group)
+    def has_input(self) -> bool:
+        """Whether inputs or changes of settings wait to be taken."""
+        return bool(self._group or self._changes)
+
+    def take_changes(self) -> list[tuple[bytes, ChangeSettings]]:
+        """Return and clear the changes of settings, each with the connection of its client."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def take_group(self) -> list[GroupInput]:
         """Return and clear the inputs for the log; call it once per group, before logging it."""
@@ -141,9 +140,9 @@ class ClientSessions:
         self._group_clients.clear()
         queries, self._later_queries = self._later_queries, []
         for query in queries:
-            self._add_query(*query)
+            self._queries.add(*query)
         if group:
-            self._budget.note_request(time.monotonic_ns())
+            self._queries.on_request(time.monotonic_ns())
         return group
 
     def _receive(
@@ -161,6 +160,7 @@ class ClientSessions:
             self.answer(refused.reply if is_same else id_conflict(request_id))
             return
         load: requests.LoadAdapter | None = None
+        checked: Checked | None = None
         logged: LifecycleRequest | InferenceRequested
         if is_private:
             load, logged = self._inputs_of(message, request_id)  # type: ignore[arg-type]
@@ -174,8 +174,9 @@ class ClientSessions:
             if not isinstance(known, Checked):
                 self._answer_known(logged, known, body, body_hash)
                 return
-        if self.control.is_stopping and type(message) not in _CANCELS:
-            self.answer(self.control.refuse(request_id))
+            checked = known
+        if self._admin.is_stopping and type(message) not in _CANCELS:
+            self.answer(self._admin.refuse(request_id))
             return
         if is_private and not self._store_payload(request_id, body, body_hash):
             busy = (
@@ -187,7 +188,7 @@ class ClientSessions:
         self._group_clients.add(client.name)
         if load is not None:
             self._group.append(GroupInput(load))
-        self._group.append(GroupInput(logged, body_hash))
+        self._group.append(GroupInput(logged, body_hash, checked=checked))
 
     def _answer_known(
         self,
@@ -208,7 +209,7 @@ class ClientSessions:
             self.answer(known)
         is_repeated = isinstance(known, Pending) or (answer is not None and answer.reply is known)
         if is_repeated and isinstance(message, InferenceRequested):
-            self.note_resend(request_id)
+            self.record_resend(request_id)
 
     def _refuse(
         self, request_id: RequestId, code: ErrorCode, why: str, retry_ms: int, body_hash: int
@@ -218,21 +219,11 @@ class ClientSessions:
         self._refusals.add(Answer(refused, body_hash, self._controller.world.time_ns))
         self.answer(refused)
 
-    def _add_query(self, route: bytes, user: str, message: requests.Query) -> None:
-        if not self._can_reply(route):
-            busy = "earlier answers wait to be read; read them and try again"
-        elif not self._queries.add(route, message.request_id, (user, message)):
-            busy = f"at most {QUERIES_PER_CLIENT_MAX} queries of a client wait; try again later"
-        else:
-            return
-        code = ErrorCode.OVERLOADED
-        self._outbox.add(route, requests.Refused(message.request_id, code, busy, QUERY_RETRY_MS))
-
     def _inputs_of(
         self, message: PrivateRequest, request_id: RequestId
     ) -> tuple[requests.LoadAdapter | None, InferenceRequested]:
-        """The request as it is logged, after a request that loads its default adapter if new."""
-        default = self._defaults.adapter_of(message)
+        """Return the request as it is logged, after one that loads its default adapter if new."""
+        default = self.defaults.adapter_of(message)
         if default is None:
             return None, _without_payload(message, request_id, message.adapter)
         logged = _without_payload(message, request_id, default.name)
@@ -252,17 +243,18 @@ class ClientSessions:
         return self._payloads.store(request_id, body, pending is not None)
 
     def with_payload(self, command: StartInference) -> StartInference | None:
-        """Return the command with its payload; None where an earlier process had the payload."""
+        """Return the command with its payload; None if an earlier process had it."""
         return self._payloads.complete(command)
 
     def forward(self, output: PrivateReport) -> None:
         """Send output of the engine to the client that it is for."""
         if type(output) is requests.TokensStreamed:
-            self.control.times.count_tokens(output.request_id, output.offset + len(output.tokens))
+            tokens = output.offset + len(output.tokens)
+            self._diagnostics.times.count_tokens(output.request_id, tokens)
         self.answer(output)
 
-    def note_resend(self, request_id: RequestId) -> None:
-        """Note a request whose client may lack output: it is repeated after inference started."""
+    def record_resend(self, request_id: RequestId) -> None:
+        """Record a request whose client may lack output: it is repeated after inference started."""
         world = self._controller.world
         waiting = world.pending_requests.get(request_id)
         if request_id in world.answers or (waiting is not None and waiting.op):
@@ -276,19 +268,19 @@ class ClientSessions:
 
     def answer(self, reply: requests.Reply) -> None:
         """Send a reply to its request's client; without a route, the client has to repeat it."""
-        request_id = reply.request_id
+        request_id, diagnostics = reply.request_id, self._diagnostics
         client, _, own_id = request_id.partition(":")
         route = self._clients.route_of(client)
         if type(reply) is requests.Refused:
-            reply = self.control.failures.complete(reply)
+            reply = diagnostics.failures.complete(reply)
         if route is not None:
             self._outbox.add(route, _unscoped(reply, own_id))
         if type(reply) in _STREAMED:
             return
         if type(reply) is requests.Refused:
-            self._refusal_log.note(reply, time.monotonic_ns())
-        if request_id in self.control.times.requests:
-            self.control.times.end_request(request_id, outcome_of(reply), time.monotonic_ns())
+            diagnostics.refusals.record(reply, time.monotonic_ns())
+        if request_id in diagnostics.times.requests:
+            diagnostics.times.end_request(request_id, outcome_of(reply), time.monotonic_ns())
         if self._payloads.has(request_id):
             waiting = self._controller.world.pending_requests.get(request_id)
             # Another request under a waiting one's id is refused, and the waiting one keeps it.
@@ -311,69 +303,6 @@ class ClientSessions:
             retry_ms = LOG_RETRY_MS if code is ErrorCode.LOG_UNAVAILABLE else 0
             self._refuse(request_id, code, why, retry_ms, body_hash)
 
-    def flush(self) -> None:
-        """Send the replies of this iteration, those to one connection in one frame."""
-        self._outbox.flush(self._controller.world.epoch)
-
-    def answer_queries(self) -> None:
-        """Answer queries of the clients in turn, until their time in this iteration has passed.
-
-        Called at the end of an iteration, when its inputs were handled.
-        """
-        if not self._queries or not self._budget.begin(time.monotonic_ns()):
-            return
-        while self._queries:
-            client, (user, message) = self._queries.take()
-            self._answer_query(client, user, message)
-            if self._budget.is_over(time.monotonic_ns()):
-                break
-        self._budget.end(time.monotonic_ns())
-
-    def queries_wait_ns(self, now_ns: int) -> int | None:
-        """Return when waiting queries are answered, from now on; None if none wait."""
-        return self._budget.wait_ns(now_ns) if self._queries else None
-
-    def _answer_query(self, route: bytes, user: str, message: requests.Query) -> None:
-        add = self._outbox.add
-        try:
-            match message:
-                case requests.ListAdapters():
-                    add(route, self._pages.answer(message, self._access.sees(user)))
-                case requests.ShowAdapter():
-                    add(route, self.control.show_adapter(message))
-                case requests.ShowStatus():
-                    add(route, self.control.with_facts(self._status(user, message)))
-                case requests.FetchEvents():
-                    self._fetch_events(route, user, message)
-                case _:
-                    add(route, self.control.answer(message))
-        except Refusal as refusal:
-            add(route, refusal.reply(message.request_id))
-
-    def _fetch_events(self, route: bytes, user: str, message: requests.FetchEvents) -> None:
-        def answer(reply: requests.Reply) -> None:
-            if message.snapshot and isinstance(reply, requests.EventsTooOld):
-                reply = self._pages.snapshot(message, self._access.sees(user))
-            self._outbox.add(route, self._access.shown(user, reply))
-
-        self._events.fetch(route, message, self._controller.world.events_seq, answer)
-
-    def _status(self, user: str, message: requests.ShowStatus) -> requests.StatusShown:
-        """Return the status with what is known about the engine and the log's files."""
-        facts, world = self.log_facts(), self._controller.world
-        statistics, running = self.engine_beat()
-        status = show_status(self._controller, message, running, self._access.sees(user))
-        age_ns = world.time_ns - facts.snapshot_time_ns if facts.snapshot_seq else 0
-        return replace(
-            status,
-            controller_pid=self._pid,
-            snapshot_seq=facts.snapshot_seq,
-            snapshot_age_ms=age_ns // 1_000_000,
-            log_bytes=facts.log_bytes,
-            # Requests that ended or arrived since the heartbeat are known here.
-            engine=replace(statistics, running=status.running, waiting=status.queued),
-        )
-
 
 def _scoped_cancel(
     message: requests.CancelGeneration | CancelRequest, request_id: RequestId
@@ -387,7 +316,7 @@ def _scoped_cancel(
 def _without_payload(
     message: PrivateRequest, request_id: RequestId, adapter: AdapterName | None
 ) -> InferenceRequested:
-    """The request as it is logged, with the adapter that it runs with."""
+    """Return the request as it is logged, with the adapter that it runs with."""
     timeout_ms = message.timeout_ms
     if isinstance(message, requests.Generate):
         return GenerationRequested(request_id, adapter, timeout_ms)

@@ -2,7 +2,7 @@
 
 import os
 
-from loradock.controller.server.operating.supervisor_link import RESTART, STOP_ALL, SupervisorLink
+from loradock.controller.server.supervision import RESTART, STOP_ALL, SupervisorLink
 from loradock.processes.progress import Progress
 
 

@@ -1,6 +1,6 @@
 """Clients by token: which connection they are answered on, and which are forgotten."""
 
-from loradock.controller.server.clients.client_table import ClientTable
+from loradock.controller.server.clients import ClientTable
 
 
 def token(number: int) -> bytes:

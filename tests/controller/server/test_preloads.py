@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from loradock.controller.server.config import ServerConfig
-from loradock.controller.server.operating.preloads import preload_requests, waiting_preloads
+from loradock.controller.server.preloads import preload_requests, waiting_preloads
 from loradock.messages import records
 from loradock.messages import requests as rq
 from loradock.messages.control import PRELOAD, StopServer

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loradock.controller.core.views import AdapterPages
-from loradock.controller.server.access import permissions
-from loradock.controller.server.access.keys import AllowedKey, KeyStore, new_pair
-from loradock.controller.server.access.permissions import RIGHT_OF, Access
+from loradock.controller.server.access import OWN_ENGINE, RIGHT_OF, Access
+from loradock.controller.server.keys import AllowedKey, KeyStore, new_pair
 from loradock.messages import control, events
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
@@ -243,9 +242,9 @@ def test_a_change_of_the_list_applies_at_the_next_refresh(store: KeyStore, acces
 
 def test_a_damaged_list_admits_the_own_engine_alone(store: KeyStore) -> None:
     own = new_pair().public
-    access = Access(store, (AllowedKey(permissions.OWN_ENGINE, own, "engine"),))
+    access = Access(store, (AllowedKey(OWN_ENGINE, own, "engine"),))
     (store.directory / "allowed.json").write_text("[{]")
     access.refresh()
     assert [access.user_of("requests", KEY[name]) for name in ("reader", "admin")] == [None, None]
-    assert access.user_of("engine", own) == permissions.OWN_ENGINE
-    assert access.is_engine(permissions.OWN_ENGINE)
+    assert access.user_of("engine", own) == OWN_ENGINE
+    assert access.is_engine(OWN_ENGINE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loradock.controller.server.access.directories import (
+from loradock.controller.server.keys import (
     DirectoryRefused,
     check_controller_directory,
 )

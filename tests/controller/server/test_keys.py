@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from loradock.controller.server.access.directories import DirectoryRefused
-from loradock.controller.server.access.keys import AllowedKey, KeyListError, KeyStore, new_pair
+from loradock.controller.server.keys import (
+    AllowedKey,
+    DirectoryRefused,
+    KeyListError,
+    KeyStore,
+    new_pair,
+)
 from loradock.processes.key_files import (
     KeyFileError,
     KeyPair,
@@ -114,7 +119,7 @@ def test_a_name_and_a_key_are_allowed_once(tmp_path: Path) -> None:
 def test_no_change_of_several_processes_is_lost(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path;"
-        "from loradock.controller.server.access.keys import AllowedKey, KeyStore, new_pair;"
+        "from loradock.controller.server.keys import AllowedKey, KeyStore, new_pair;"
         "store = KeyStore(Path(sys.argv[1]));"
         "[store.allow(AllowedKey(f'{sys.argv[2]}-{n}', new_pair().public, 'read'))"
         " for n in range(10)]"

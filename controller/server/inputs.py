@@ -1,4 +1,11 @@
-"""Handling of logged inputs, and of those that the core can't handle.
+"""Inputs of the log: their recorded time, their handling, their recovery, and those that fail.
+
+Recorded time continues from the log, advances by a monotonic clock and never jumps. Every deadline
+is a recorded time and is awaited in recorded time, so no step of the wall clock ends, delays or
+starts anything. The wall clock is a label: each epoch records at its start how far the wall clock
+is ahead, and a later step changes no label of that epoch. Time does not count against deadlines
+while no controller runs or the machine is suspended. Neither does the time between the last record
+and the end of a process, because nothing has recorded it.
 
 An input whose handling raises an exception is a defect of the core, and raises it again at every
 start. So the log gets a record that skips it, and the state is rebuilt from the log, as if the
@@ -6,13 +13,15 @@ input had never come. Every later replay skips it too.
 """
 
 import time
-from collections.abc import Callable
-from typing import Final, get_args
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
+import msgspec
 import structlog
 from msgspec import Struct
 
 from loradock.controller.core.actions import Action
+from loradock.controller.core.context import Checked
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.invariants import InvariantError
 from loradock.controller.log.format import LogError, LogFull, LogSyncFailed
@@ -25,7 +34,6 @@ from loradock.controller.server.snapshot_process import SnapshotProcess
 from loradock.messages import records
 from loradock.messages.ids import Seq
 from loradock.messages.records import Input, InputSkipped, Record
-from loradock.messages.reports import LoggedReport
 from loradock.processes.progress import Progress
 
 REBUILD_BOUND_S: Final = 3_600.0
@@ -37,20 +45,46 @@ OWN_SKIPS_MAX: Final = 8
 RECOVERED_SKIPS_MAX: Final = 64
 """The most inputs that a recovery skips; each one costs a replay."""
 
-_NOTED: Final = frozenset(
-    {records.EngineLost, *get_args(records.InferenceRequested), *get_args(LoggedReport)}
-)
-"""Inputs that the shell notes before they are handled: then their operations are still known."""
-
 log = structlog.get_logger("controller")
 
 
+class Clocks(NamedTuple):
+    """Clocks of a machine, in nanoseconds; only `wall_ns` (UTC) may jump."""
+
+    wall_ns: Callable[[], int]
+    monotonic_ns: Callable[[], int]
+
+
+SYSTEM_CLOCKS: Final = Clocks(time.time_ns, time.monotonic_ns)
+
+
+class LogicalClock:
+    """The clock of one epoch's records."""
+
+    def __init__(self, last_ns: int, clocks: Clocks) -> None:
+        """Continue from `last_ns`, the last recorded time; from wall time if that is 0."""
+        self._clocks: Final = clocks
+        self._offset_ns: Final = (last_ns or clocks.wall_ns()) - clocks.monotonic_ns()
+
+    def now_ns(self) -> int:
+        """Return the recorded time of this moment, in nanoseconds; it never decreases."""
+        return self._clocks.monotonic_ns() + self._offset_ns
+
+    def wall_ns(self) -> int:
+        """Return the wall clock's time (UTC) in nanoseconds, for a label or an epoch's number."""
+        return self._clocks.wall_ns()
+
+
 class GroupInput(Struct, frozen=True, gc=False):
-    """An input of a group: the hash of a client's request, or the number of a report's frame."""
+    """An input of a group: the hash of a client's request, or the number of a report's frame.
+
+    `checked`: what the check of the request found, before the group was logged.
+    """
 
     message: Input
     body: int = 0
     report_seq: Seq = 0
+    checked: Checked | None = None
 
 
 class DivergedError(LogError):
@@ -58,7 +92,7 @@ class DivergedError(LogError):
 
 
 class InputHandler:
-    """The controller of a server, whose inputs are in the log when they are handled."""
+    """The log and the controller of a server: an input is in the log when it is handled."""
 
     def __init__(
         self, controller: Controller, opened: Log, checked: bool, progress: Progress
@@ -70,41 +104,47 @@ class InputHandler:
         # Skips that are in the log and have not been handled: the group's other inputs come first.
         self._skips: list[InputSkipped] = []
         self._own_skips = 0
+        self._digest_seq = 0
+        # The recorded time of the current group.
+        self._time_ns = 0
 
-    def log_and_handle(
-        self, batch: list[Record], note: Callable[[Input], None]
-    ) -> list[list[Action] | None]:
-        """Log a group, and handle it during its sync; return the actions of each input.
+    def log(self, group: Sequence[GroupInput], time_ns: int) -> Seq:
+        """Begin to write a group at a recorded time; returns the number of its first record.
 
-        They are None, and nothing is changed, where the handling of an input fails.
-        `note` is called with each inference request, report and loss of an engine before it is
-        handled. The group is durable once the log's `end_group` has returned: nothing that
-        follows from it may leave the process before. Raises `LogFull` and `LogSyncFailed`.
+        The group is durable once the log's `end_group` has returned: nothing that follows from it
+        may leave the process before. Raises `LogFull` and `LogSyncFailed`.
         """
-        last_seq = self._log.begin_group(batch, self._controller.world.epoch)
-        results: list[list[Action] | None] = []
-        handle = self._controller.handle
-        for seq, record in enumerate(batch, last_seq - len(batch) + 1):
-            message = record.input
-            if type(message) in _NOTED:
-                note(message)
-            try:
-                actions = handle(message, record.time_ns, record.body, record.report_seq)
-            except InvariantError:
-                raise
-            # Any exception: the log would raise it again at every start.
-            except Exception as error:
-                self._skip(seq, record, error)
-                results.append(None)
-            else:
-                results.append(actions)
-        self._end_group(batch[0].time_ns)
-        return results
+        world, self._time_ns = self._controller.world, time_ns
+        records = [Record(time_ns, g.message, "", g.body, g.report_seq) for g in group]
+        if world.seq - self._digest_seq >= self._controller.limits.digest_interval:
+            self._digest_seq = world.seq
+            records[0] = msgspec.structs.replace(records[0], digest=world.digest())
+        return self._log.begin_group(records, world.epoch) - len(records) + 1
 
-    def _end_group(self, time_ns: int) -> None:
+    def handle(self, seq: Seq, received: GroupInput) -> list[Action] | None:
+        """Handle an input of the current group, which was logged under `seq`; returns its actions.
+
+        They are None, and nothing is changed, if its handling fails.
+        """
+        try:
+            return self._controller.handle(
+                received.message,
+                self._time_ns,
+                received.body,
+                received.report_seq,
+                received.checked,
+            )
+        except InvariantError:
+            raise
+        # Any exception: the log would raise it again at every start.
+        except Exception as error:
+            self._skip(seq, Record(self._time_ns, received.message), error)
+            return None
+
+    def end_group(self) -> None:
         """Handle the records that skip inputs of a group: in the log they follow the group."""
         for skipped in self._skips:
-            self._controller.handle(skipped, time_ns)
+            self._controller.handle(skipped, self._time_ns)
         self._skips.clear()
 
     def _skip(self, seq: Seq, record: Record, error: Exception) -> None:
@@ -161,7 +201,7 @@ def recover(
 ) -> tuple[Controller, list[InputSkipped]]:
     """Return the state of the log, and the inputs that were skipped and are not in the log so.
 
-    `snapshots` notes the one that it begins with.
+    `snapshots` is told the one that it begins with.
     """
     started = time.monotonic()
     directory, skips = opened.directory, dict[Seq, InputSkipped]()
@@ -203,5 +243,5 @@ def recover(
     )
     if result.controller is None:
         raise DivergedError(f"{directory}: the log has no header")
-    snapshots.note_recovered(result.snapshot)
+    snapshots.on_recovered(result.snapshot)
     return result.controller, list(skips.values())
