@@ -381,3 +381,40 @@ def test_a_held_adapter_that_backs_off_keeps_its_room_and_others_are_refused() -
     reply = bench.request(LoadAdapter, "c")
     assert reply.code is ErrorCode.NO_ROOM
     assert "60 bytes of host memory; held adapters keep 2 places and 50 bytes" in reply.message
+
+
+def test_a_held_adapter_that_is_released_in_its_queue_gives_up_its_place() -> None:
+    bench = CoreBench(slots=1, host_adapters_max=2)
+    for name in ("c", "d"):
+        bench.request(requests.LoadAdapter, name)
+    bench.request(requests.HoldAdapter, "a")
+    bench.lose_engine()
+    wanted = [bench.send(requests.LoadAdapter, name) for name in ("c", "d")]
+    bench.start_engine()
+    bench.transmit(len(bench.channel))
+    bench.deliver(100)
+    assert bench.adapter("a").id in bench.world.queues.members
+    bench.request(requests.ReleaseAdapter, "a")
+    assert all(isinstance(bench.reply(one), requests.AdapterDone) for one in wanted)
+    assert bench.adapter("a").id not in bench.world.queues.members
+
+
+def test_a_record_that_no_request_was_granted_is_removed_with_its_last_wait() -> None:
+    bench = CoreBench(slots=1, host_adapters_max=1)
+    bench.request(requests.LoadAdapter, "b")
+    bench.send(requests.ActivateAdapter, "a")
+    while bench.state("a") != "cpu-cached":
+        bench.transmit(len(bench.channel))
+        bench.complete_moves()
+        bench.deliver(1)
+    bench.lose_engine()
+    assert (bench.state("a"), bench.adapter("a").kept) == ("evicted", "unregistered")
+    bench.send(requests.LoadAdapter, "b")
+    waiting = bench.send(requests.LoadAdapter, "a", timeout_ms=5)
+    bench.start_engine()
+    bench.transmit(len(bench.channel))
+    bench.deliver(100)
+    assert bench.adapter("a").id in bench.world.queues.members
+    bench.advance(5)
+    assert bench.reply(waiting).code is ErrorCode.NO_ROOM
+    assert "a" not in bench.world.names
