@@ -418,3 +418,32 @@ def test_a_record_that_no_request_was_granted_is_removed_with_its_last_wait() ->
     bench.advance(5)
     assert bench.reply(waiting).code is ErrorCode.NO_ROOM
     assert "a" not in bench.world.names
+
+
+def test_weights_that_no_longer_fit_into_pageable_memory_are_dropped() -> None:
+    bench = CoreBench(slots=1, pinned_bytes_max=10, host_bytes_max=20)
+    bench.activate("a")
+    running = bench.generate("a")
+    bench.request(requests.LoadAdapter, "b")
+    staged = bench.send(requests.StageAdapter, "b")
+    bench.settle()
+    assert bench.adapter("a").goal == "cpu-cached"
+    bench.request(requests.LoadAdapter, "c")
+    bench.end_generation(running)
+    assert isinstance(bench.reply(staged), requests.AdapterDone)
+    assert (bench.state("a"), bench.state("b")) == ("evicted", "pinned")
+
+
+def test_a_batch_that_waits_for_others_is_refused_with_its_adapters_record() -> None:
+    bench = CoreBench()
+    bench.send(requests.LoadAdapter, "a")
+    load = bench.send(requests.LoadAdapter, "b", timeout_ms=5)
+    first = bench.send(requests.ActivateBatch, ("a",))
+    second = bench.send(requests.ActivateBatch, ("b",))
+    bench.advance(5)
+    assert bench.reply(load).code is ErrorCode.ENGINE_GONE
+    bench.finish("b")
+    assert "b" not in bench.world.names
+    assert bench.reply(second).code is ErrorCode.UNKNOWN_ADAPTER
+    bench.settle()
+    assert isinstance(bench.reply(first), requests.BatchDone)

@@ -1,5 +1,6 @@
 """A controller under other settings, with another's state, and with inputs that are skipped."""
 
+import msgspec
 import pytest
 
 from loradock.controller.core.controller import Controller
@@ -41,8 +42,8 @@ def test_a_running_request_that_was_refused_is_not_refused_again() -> None:
     assert {bench.reply(one).code for one in (first, second)} == {ErrorCode.ENGINE_GONE}
     assert bench.world.pending_requests[second].answered
     answered = bench.world.answered
-    bench.controller.reconfigure(Limits(slots_max=2, requests_max=1), "lru")
-    assert bench.world.answered == answered
+    bench.controller.reconfigure(msgspec.structs.replace(bench.limits, requests_max=1), "lru")
+    assert (bench.world.answered, len(bench.world.pending_requests)) == (answered, 2)
 
 
 def test_an_adopted_state_continues_and_a_skipped_input_only_counts() -> None:
