@@ -259,7 +259,7 @@ PLACES: Final[dict[str, tuple[str, ...]]] = {
     "zmq": (
         *("controller.server.transport", "controller.server.listener"),
         *("controller.server.access.keys", "controller.server.access.authenticator"),
-        *("client.async_client", "client.sync_client"),
+        *("client.async_client", "client.client"),
         *("client.sockets", "engine.worker.process", "engine.worker.worker"),
     ),
     "PIL": ("engine.models.vision.decoding",),

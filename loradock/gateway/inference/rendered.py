@@ -5,8 +5,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
-from loradock.client.arguments import check_arguments
-from loradock.client.session import SamplingOptions, generate_request
+from loradock.client.arguments import SamplingOptions, check_arguments, generate_request
 from loradock.gateway.inference.sampling import SamplingFields, StreamOptions
 from loradock.messages.prompts import Sampling, Structure
 

@@ -1,7 +1,8 @@
 """A session without sockets, with functions that start its calls and deliver its answers."""
 
+from loradock.client.arguments import generate_request
 from loradock.client.calls import NO_ID, Timing
-from loradock.client.session import Session, generate_request
+from loradock.client.session import Session
 from loradock.messages import requests as rq
 from loradock.messages.wire import REPLIES, REQUESTS
 
@@ -31,7 +32,7 @@ def done(call):
 
 def generate(client, attempts=1, now=0.0):
     request = generate_request("p", "upper", {"max_tokens": 3})
-    return client.begin_generation(request, now, 60.0, attempts)
+    return client.begin(request, now, 60.0, attempts)
 
 
 OUTPUT = [(1, "o"), (2, "n"), (3, "e")]
