@@ -13,7 +13,6 @@ from typing import Any, Final, TypedDict
 import msgspec
 from msgspec import inspect as types
 
-from loradock.client.calls import NO_ID
 from loradock.client.errors import Malformed
 from loradock.messages.ids import NAME_PATTERN, REQUEST_PATTERN
 from loradock.messages.prompts import (
@@ -28,7 +27,6 @@ from loradock.messages.prompts import (
     Structure,
     TextPrompt,
 )
-from loradock.messages.requests import Generate
 
 ImageSource = bytes | str | os.PathLike[str]
 """An image file's bytes, or its path on this machine."""
@@ -59,17 +57,6 @@ class SamplingOptions(TypedDict, total=False):
     n: int
     structure: Structure | None
     skip_special_tokens: bool
-
-
-def generate_request(
-    prompt: Prompt,
-    adapter: str | None,
-    sampling: SamplingOptions,
-    priority: int = 0,
-    trace: str = "",
-) -> Generate:
-    """Return a generation that the session has not numbered yet."""
-    return Generate(NO_ID, adapter, prompt, Sampling(**sampling), priority=priority, trace=trace)
 
 
 def inputs_of(texts: str | Iterable[TextPrompt]) -> Inputs:

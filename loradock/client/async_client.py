@@ -16,7 +16,6 @@ import zmq
 import zmq.asyncio
 
 from loradock.client.calls import TIMING, ClientCall, GenerationCall, Timing
-from loradock.client.client import ExclusiveUse
 from loradock.client.methods import Methods
 from loradock.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S
 from loradock.client.sockets import (
@@ -24,6 +23,7 @@ from loradock.client.sockets import (
     Limits,
     Port,
     connection_to,
+    forked_error,
     open_events,
 )
 from loradock.client.streams import Subscription
@@ -84,7 +84,7 @@ class AsyncPort(Port):
         self._context = zmq.asyncio.Context(context)
         self._wakes_at = math.inf
         self._wakeup: asyncio.Handle | None = None
-        self._process = ExclusiveUse()
+        self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[ClientCall, _Waiter] = {}
 
@@ -107,7 +107,8 @@ class AsyncPort(Port):
 
     def use(self) -> AbstractContextManager[None]:
         """Return a context for any number of tasks of the loop."""
-        self._process.check_process()
+        if os.getpid() != self._pid:
+            raise forked_error(self._pid)
         if self._loop not in (None, asyncio.get_running_loop()):
             raise RuntimeError(
                 "this client is open on another event loop; make a client on each loop"
@@ -136,11 +137,11 @@ class AsyncPort(Port):
 
     def drop(self, call: GenerationCall) -> None:
         """Cancel a generation that nothing refers to; any thread may call this."""
+        if self._loop is None or os.getpid() != self._pid:
+            return
         # The loop may be closed, and with it the client.
         with suppress(RuntimeError):
-            self._process.check_process()
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._abandon, call)
+            self._loop.call_soon_threadsafe(self._abandon, call)
 
     def subscribe(self) -> Subscription:
         """Return a new subscription to the events."""

@@ -25,6 +25,7 @@ from loradock.client.sockets import (
     Limits,
     Port,
     connection_to,
+    forked_error,
     open_events,
 )
 from loradock.client.streams import AsyncEventStream, EventItem, Subscription
@@ -229,16 +230,9 @@ class ExclusiveUse:
         self._pid = os.getpid()
         self._lock = threading.RLock()
 
-    def check_process(self) -> None:
-        """Raise `RuntimeError` in a process that was forked after the client was made."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"this client was made in process {self._pid} and does not work in its fork "
-                f"{os.getpid()}; make a client in each process"
-            )
-
     def __enter__(self) -> None:
-        self.check_process()
+        if os.getpid() != self._pid:
+            raise forked_error(self._pid)
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "this client is in use by another thread; make a client in each thread"

@@ -12,7 +12,6 @@ import msgspec
 from loradock.client.arguments import (
     ImageSource,
     SamplingOptions,
-    generate_request,
     inputs_of,
     with_images,
 )
@@ -32,7 +31,7 @@ from loradock.messages.control import (
     SlowListed,
     StopServer,
 )
-from loradock.messages.prompts import TextPrompt, Truncation
+from loradock.messages.prompts import Prompt, Sampling, TextPrompt, Truncation
 from loradock.messages.requests import (
     LIST_PAGE_ADAPTERS_MAX,
     ActivateAdapter,
@@ -289,15 +288,16 @@ class Methods:
         span that causes the request.
         """
 
-        def request() -> Generate:
-            whole = with_images(prompt, images)
-            return generate_request(whole, adapter, sampling, priority, trace)
-
         async def begin() -> GenerationCall:
             port = self._port
             with port.use():
-                made = await port.in_background(request) if images else request()
-                call = port.session.begin(made, time.monotonic(), timeout_s, attempts)
+                whole: Prompt = prompt
+                if images != ():
+                    whole = await port.in_background(lambda: with_images(prompt, images))
+                request = Generate(
+                    NO_ID, adapter, whole, Sampling(**sampling), priority=priority, trace=trace
+                )
+                call = port.session.begin(request, time.monotonic(), timeout_s, attempts)
                 port.flush()
             return call
 

@@ -188,6 +188,14 @@ def _endpoint(directory: Path, name: str) -> str:
     return f"ipc://{path}"
 
 
+def forked_error(pid: int) -> RuntimeError:
+    """Return the error for the use of a client in a fork of the process that made it."""
+    return RuntimeError(
+        f"this client was made in process {pid} and does not work in its fork {os.getpid()}; make "
+        "a client in each process"
+    )
+
+
 class Limits(NamedTuple):
     """Default time limits of requests and of inference, in seconds; when frames are repeated."""
 

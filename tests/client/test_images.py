@@ -6,13 +6,14 @@ import itertools
 import pytest
 
 from loradock.client import AsyncClient, Client, Malformed
-from loradock.client.arguments import generate_request, with_images
+from loradock.client.arguments import with_images
 from loradock.messages import requests as rq
 from loradock.messages.prompts import (
     IMAGE_BYTES_MAX,
     IMAGES_BYTES_MAX,
     IMAGES_MAX,
     IllustratedPrompt,
+    Sampling,
 )
 from loradock.messages.wire import FRAME_BYTES_MAX, REQUESTS
 from tests.support.simulation.client_examples import TIMING, sent, session, stream
@@ -127,7 +128,7 @@ def test_after_a_restart_the_images_are_sent_again(controller):
 
 
 def begin(client, images, now=0.0):
-    request = generate_request(with_images("t", images), "upper", {"max_tokens": 3})
+    request = rq.Generate("", "upper", with_images("t", images), Sampling(max_tokens=3))
     return client.begin(request, now, 600.0)
 
 

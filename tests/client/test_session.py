@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loradock.client.arguments import generate_request
 from loradock.client.calls import NO_ID
 from loradock.client.errors import (
     ERRORS,
@@ -186,7 +185,7 @@ def test_a_suggested_pause_is_kept():
     client = session()
     fetch = client.begin(rq.FetchEvents(NO_ID, 1), 0.0, 100.0)
     other = load(client)
-    generation = client.begin(generate_request("p", None, {}), 0.0, 60.0, 2)
+    generation = client.begin(rq.Generate(NO_ID, None, "p"), 0.0, 60.0, 2)
     client.due(0.0)
     for call in (fetch, other, generation):
         refused = rq.Refused(call.request_id, ErrorCode.OVERLOADED, "later", 7000)
