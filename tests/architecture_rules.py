@@ -183,29 +183,29 @@ ROOMS: Final = (
         "msgspec structlog torch",
     ),
     # The gateway, from the ground up: a client of the controller.
-    _package("gateway", libraries="msgspec"),
+    _package("gateway", "messages", "msgspec"),
     _package("gateway.http", "messages client gateway", "msgspec starlette"),
     _package(
         "gateway.adapters",
         "messages client gateway gateway.http",
         "msgspec starlette structlog",
     ),
-    _package(
+    Room(
         "gateway.metrics",
-        "messages gateway gateway.adapters",
-        "prometheus_client starlette",
+        ("gateway.metrics",),
+        ("messages", "gateway", "gateway.http", "gateway.adapters"),
+        ("prometheus_client", "starlette"),
     ),
-    _package("gateway.tools", libraries="msgspec"),
+    Room(
+        "gateway.page",
+        ("gateway.page",),
+        ("messages", "client", "gateway.http", "gateway.adapters"),
+        ("msgspec", "starlette"),
+    ),
     _package(
         "gateway.inference",
-        "processes messages client gateway gateway.http gateway.adapters gateway.metrics "
-        "gateway.tools",
-        "jinja2 msgspec starlette structlog tokenizers",
-    ),
-    _package(
-        "gateway.page",
-        "messages client gateway.http gateway.adapters",
-        "msgspec starlette",
+        "processes messages client gateway gateway.http gateway.adapters",
+        "jinja2 msgspec structlog tokenizers",
     ),
     _package(
         "gateway.server",
@@ -225,7 +225,7 @@ ROOMS: Final = (
         ("processes.__main__",),
         (
             *("loradock", "controller.log", "controller.server", "engine.worker"),
-            *("engine.models.library.light_imports", "gateway.inference.template_process"),
+            *("engine.models.library.light_imports", "gateway.inference.chat_template"),
             "gateway.server",
         ),
     ),
@@ -240,8 +240,7 @@ ROOMS: Final = (
 PLACES: Final[dict[str, tuple[str, ...]]] = {
     "zmq": (
         *("controller.server.transport", "controller.server.listener"),
-        *("controller.server.keys", "controller.server.listener"),
-        *("client.async_client", "client.sync_client"),
+        *("controller.server.keys", "client.async_client", "client.client"),
         *("client.sockets", "engine.worker.process", "engine.worker.worker"),
     ),
     "PIL": ("engine.models.vision.decoding",),

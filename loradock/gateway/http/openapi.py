@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from loradock.gateway.http.endpoints import Endpoint
+from loradock.gateway.http.endpoint import Endpoint
 from loradock.gateway.http.errors import AnthropicError, ErrorBody, UnauthorizedBody
 from loradock.messages import VERSION
 

@@ -1,11 +1,13 @@
-"""What this gateway measures of its own requests."""
+"""What this gateway measures of its own requests: totals and histograms, and hooks for spans."""
 
 import time
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Final
 
-from loradock.gateway.histogram import Histogram
-from loradock.messages.requests import GenerationDone
+from loradock.messages.requests import GenerationDone, TokensStreamed
 from loradock.messages.views import TOKEN_BOUNDS, FinishReason
 
 FIRST_TOKEN_S: Final = (
@@ -23,6 +25,34 @@ REQUEST_S: Final = (
 """Bounds of the buckets in seconds, those of vLLM's histograms."""
 
 OUTPUTS: Final = (1, 2, 5, 10, 20)
+
+
+class Histogram:
+    """Counts of observations per bucket; `bounds` are inclusive upper bounds, ascending.
+
+    An observation costs one search and two additions.
+    """
+
+    def __init__(
+        self, bounds: Sequence[float], counts: Sequence[int] = (), total: float = 0.0
+    ) -> None:
+        """`counts` are observations made elsewhere, one per bucket, of the sum `total`."""
+        self.bounds: Final = tuple(bounds)
+        self._counts = list(counts) or [0] * (len(self.bounds) + 1)
+        self.sum = total
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return (upper bound, observations up to it) as the text format needs them."""
+        total, found = 0, []
+        for bound, count in zip((*self.bounds, float("inf")), self._counts, strict=True):
+            total += count
+            found.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
+        return found
 
 
 class Recorder:
@@ -129,3 +159,43 @@ class Measurement:
         is_first, self._ended = not self._ended, True
         self._recorder.active -= is_first
         return is_first
+
+
+class RequestSpan:
+    """The span of a request. This one records nothing: tracing is off."""
+
+    parent: str = ""
+    """The `traceparent` for spans below it."""
+
+    def on_adapter(self, name: str) -> None:
+        """Record the adapter of the request, and its state before the request."""
+
+    def on_id(self, answer_id: str) -> None:
+        """Record the id of the answer."""
+
+    def on_start(self, choices: int) -> None:
+        """Record the number of choices; one without an end was cancelled by the client."""
+
+    def on_chunk(self, choice: int, chunk: TokensStreamed) -> None:
+        """Record a chunk of a choice."""
+
+    def on_done(self, choice: int, done: GenerationDone) -> None:
+        """Record the end of the generation whose first choice is given."""
+
+    def on_pooled(self, input_tokens: int) -> None:
+        """Record the result of an embedding or a classification."""
+
+    def on_error(self, error: BaseException) -> None:
+        """Record why the request failed; a status below 500 is not an error of the server."""
+
+    def end(self) -> None:
+        """End the span."""
+
+
+SPAN: Final[ContextVar[RequestSpan]] = ContextVar("span", default=RequestSpan())  # noqa: B039
+"""The span of the request that the current task serves."""
+
+
+def unix_seconds() -> int:
+    """Return the current Unix time in whole seconds, for labels in answers; nothing waits on it."""
+    return int(time.time())

@@ -1,22 +1,132 @@
-"""Parsers: from the text of an output, as it arrives, to its parts.
+"""Calls of tools in an output: from its text, as it arrives, to parts, and to blocks of an answer.
 
-The parts of an output do not depend on how its text is divided. A call that the model was free to
-write is yielded when it is complete, because only then it is known to be one; what turns out to be
-none is text. Calls that a structure enforces are yielded as they are generated.
+Every parser yields `Part`s in the order in which they are generated, and every protocol's answer
+consists of `Blocks`. The parts of an output do not depend on how its text is divided. A call that
+the model was free to write is yielded when it is complete, because only then it is known to be one;
+what turns out to be none is text. Calls that a structure enforces are yielded at once.
 """
 
 import json
 import re
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable
+from typing import Final, Literal, Protocol
 
-from loradock.gateway.tools.formats import Call, Format, Schemas
-from loradock.gateway.tools.parts import ArgumentsAdded, CallBegun, CallEnded, Part, Text
+from msgspec import Struct, field
+
+from loradock.gateway.inference.tool_formats import Call, Format, Schemas
 
 CALL_CHARACTERS_MAX: Final = 1 << 20
 """Bound on the text that is held back until a call is complete."""
 
 SPACES_MAX: Final = 64
 """Bound on the spaces before a tag that belong to it."""
+
+
+class Text(Struct, frozen=True):
+    """A piece of text for the user."""
+
+    text: str
+
+
+class CallBegun(Struct, frozen=True):
+    """A call of a tool begins."""
+
+    name: str
+
+
+class ArgumentsAdded(Struct, frozen=True):
+    """A piece of the arguments, which are JSON when the call has ended."""
+
+    text: str
+
+
+class CallEnded(Struct, frozen=True):
+    """The call is complete."""
+
+
+Part = Text | CallBegun | ArgumentsAdded | CallEnded
+
+
+class Block(Struct):
+    """A text, or a call whose arguments are `text`.
+
+    `index` is its place among all blocks, and `call_index` a call's place among the calls.
+    """
+
+    index: int
+    kind: Literal["text", "call"] = "text"
+    name: str = ""
+    id: str = ""
+    call_index: int = 0
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of the text, or of the arguments, so far."""
+        return "".join(self.pieces)
+
+
+class Step(Struct, frozen=True):
+    """A block begins, gets more `text`, or ends."""
+
+    kind: Literal["begin", "more", "end"]
+    block: Block
+    text: str = ""
+
+
+class Blocks:
+    """The blocks of one output; `new_id` returns the id of a call."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._open: Block | None = None
+        self.all: list[Block] = []
+
+    @property
+    def calls(self) -> list[Block]:
+        """The calls so far."""
+        return [block for block in self.all if block.kind == "call"]
+
+    @property
+    def text(self) -> str:
+        """All texts so far."""
+        return "".join([block.text for block in self.all if block.kind == "text"])
+
+    def add(self, parts: Iterable[Part]) -> list[Step]:
+        """Add parts; return what changes."""
+        steps: list[Step] = []
+        for part in parts:
+            match part:
+                case Text(text=text):
+                    if self._open is None or self._open.kind != "text":
+                        steps += [*self.finish(), self._begin(Block(len(self.all)))]
+                    steps.append(self._extend(text))
+                case CallBegun(name=name):
+                    call = Block(len(self.all), "call", name, self._new_id(), len(self.calls))
+                    steps += [*self.finish(), self._begin(call)]
+                case ArgumentsAdded(text=text):
+                    steps.append(self._extend(text))
+                case CallEnded():
+                    steps += self.finish()
+        return steps
+
+    def finish(self) -> list[Step]:
+        """End the block that is open, if any."""
+        if self._open is None:
+            return []
+        block, self._open = self._open, None
+        return [Step("end", block)]
+
+    def _begin(self, block: Block) -> Step:
+        self._open = block
+        self.all.append(block)
+        return Step("begin", block)
+
+    def _extend(self, text: str) -> Step:
+        # The last block is the open one: parsers extend nothing that they have not begun.
+        block = self.all[-1]
+        block.pieces.append(text)
+        return Step("more", block, text)
 
 
 class Parser(Protocol):
