@@ -1,26 +1,39 @@
-"""Check of an adapter that a program passes in memory, as thorough as that of files.
+"""Adapters that a program passes in memory, checked as thoroughly as those of files.
 
-The checked adapter shares its tensors with the caller until it is packed.
+A program may have loaded the adapter without a model. Then paths are those of its file, and experts
+are single modules. The checked adapter shares its tensors with the caller until it is packed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
-from loradock.engine.adapters.compatibility import EXCLUDED, AdapterTarget
-from loradock.engine.adapters.files.problems import Problems, shown
-from loradock.engine.adapters.files.weights_file import value_range
-from loradock.engine.adapters.finite_values import check_values
-from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_rank
+from loradock.engine.adapters.experts import (
+    PROJECTIONS,
+    SINGLE_EXPERT,
+    Experts,
+    known_experts,
+    renamed,
+)
+from loradock.engine.adapters.layer_weights import (
+    LoRALayerWeights,
+    PackedLoRALayerWeights,
+    highest_rank,
+    stack_experts,
+)
 from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
-from loradock.engine.adapters.module_weights import by_module
-from loradock.engine.adapters.pairs import TensorPair, check_rank_divisible
+from loradock.engine.adapters.matching import EXCLUDED
+from loradock.engine.adapters.pairs import TensorPair, check_rank_divisible, check_values
+from loradock.engine.adapters.problems import Problems, shown
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.adapters.targets import check_targets
+from loradock.engine.adapters.weights import value_range
 from loradock.engine.config import DEFAULT_BOUNDS
 from loradock.engine.errors import AdapterDoesNotFit
 from loradock.engine.layout import (
+    SAVED_SUFFIX,
     WHOLE,
     ModuleKind,
     ModuleShape,
@@ -30,6 +43,14 @@ from loradock.engine.layout import (
 )
 
 _EXPERTS: Final = ModuleKind.EXPERTS
+
+K = TypeVar("K")
+
+Loras = Mapping[str, LoRALayerWeights | PackedLoRALayerWeights]
+"""An adapter's weights by module path; those of a packed layer may be under the layer's path."""
+
+HeadWeights = tuple[torch.Tensor, torch.Tensor]
+"""A head's weight `[out, in]` and bias `[out, 1]`."""
 
 
 def check_in_memory(
@@ -181,3 +202,99 @@ def _check_values(
 def _raise(adapter_id: int, problems: Problems) -> None:
     if problems:
         raise problems.error().about(f"adapter {adapter_id}")
+
+
+def by_module(loras: Loras, target: AdapterTarget) -> dict[str, LoRALayerWeights]:
+    """Return the weights by this model's paths, with single experts stacked.
+
+    Paths that are none of this model's stay. Raises `AdapterDoesNotFit` for a path that means
+    several modules, two paths for one module, and incomplete stacks.
+    """
+    known, resolver = known_experts(target.modules.values()), target.path_resolver()
+    found: dict[str, LoRALayerWeights] = {}
+    singles: dict[str, dict[int, LoRALayerWeights]] = {}
+    for name, lora in _unpacked(loras):
+        if resolver.skips(f"{name}."):
+            continue
+        path = name if name in target.modules else resolver.locate(renamed(name, known))
+        if lora.kind is ModuleKind.HEAD and path + SAVED_SUFFIX in target.modules:
+            path += SAVED_SUFFIX
+        match = SINGLE_EXPERT.match(path)
+        experts = known.get(resolver.locate(match[1])) if match else None
+        if match is None or experts is None:
+            _add(found, path, lora)
+        else:
+            column = _column(experts, match[3])
+            _add(singles.setdefault(column.name, {}), int(match[2]), lora)
+    columns = {shape.name: shape for one in known.values() for shape in one.columns.values()}
+    return found | {name: _stacked(columns[name], of) for name, of in singles.items()}
+
+
+def _unpacked(loras: Loras) -> Iterator[tuple[str, LoRALayerWeights]]:
+    """Yield each module's weights; those that are packed under the names of their own modules."""
+    for name, lora in loras.items():
+        if isinstance(lora, LoRALayerWeights):
+            yield name, lora
+        else:
+            yield from ((child.module_name, child) for child in lora.loras if child)
+
+
+def _add(found: dict[K, LoRALayerWeights], key: K, lora: LoRALayerWeights) -> None:
+    other = found.setdefault(key, lora)
+    if other is not lora:
+        raise AdapterDoesNotFit(
+            f"{other.module_name} and {lora.module_name} are one module of this model"
+        )
+
+
+def _column(experts: Experts, projection: str) -> ModuleShape:
+    name = PROJECTIONS.get(projection, projection)
+    if name not in experts.columns:
+        raise AdapterDoesNotFit(
+            f"{experts.path} has no {projection}; its projections are {', '.join(experts.columns)}"
+        )
+    return experts.columns[name]
+
+
+def _stacked(column: ModuleShape, members: Mapping[int, LoRALayerWeights]) -> LoRALayerWeights:
+    """Return all experts of one projection as a stack: A [experts, rank, in]."""
+    missing = [expert for expert in range(column.experts) if expert not in members]
+    unknown = [expert for expert in members if expert >= column.experts]
+    if missing or unknown:
+        raise AdapterDoesNotFit(
+            f"{column.name} has adapters for {len(members)} experts, and this model has "
+            f"{column.experts}: missing {missing[:4]}, unknown {unknown[:4]}"
+        )
+    return stack_experts(column.name, [members[expert] for expert in range(column.experts)])
+
+
+def dummy_adapter(
+    lora_model_id: int, rank: int, modules: Sequence[ModuleShape], heads: Mapping[str, HeadWeights]
+) -> LoRAModel:
+    """Return an adapter of zeros with `rank` on every module, the largest of this rank.
+
+    An adapter's weights replace those of a head, so a head gets its own weights, from `heads`.
+    """
+    loras = {}
+    for shape in columns_of_one_adapter(modules):
+        if shape.kind is ModuleKind.HEAD:
+            own_rank, a, b = 1, *heads[shape.name]
+        else:
+            own_rank, (a, b) = rank, map(torch.zeros, whole_shapes(shape, rank))
+        loras[shape.name] = LoRALayerWeights(shape.name, own_rank, own_rank, a, b, kind=shape.kind)
+    return LoRAModel(lora_model_id, rank, loras)
+
+
+def warmup_rank(default: int, rank_max: int, group_size: int) -> int:
+    """Return `default` raised to a multiple of `group_size`; ValueError if over `rank_max`."""
+    if not 1 <= default <= rank_max:
+        raise ValueError(
+            f"the warm-up rank is {default}; 1 to {rank_max} (max_lora_rank) are allowed"
+        )
+    rank = -(-default // group_size) * group_size
+    if rank > rank_max:
+        raise ValueError(
+            f"fully sharded adapters need a rank that {group_size} divides; the next one from "
+            f"{default} is {rank}, and max_lora_rank is {rank_max}"
+        )
+    return rank

@@ -12,8 +12,8 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from loradock.engine.adapters.files.directory import AdapterFiles, OpenFile
-from loradock.engine.adapters.files.problems import listed, shown
+from loradock.engine.adapters.directory import AdapterFiles, OpenFile
+from loradock.engine.adapters.problems import listed, shown
 from loradock.engine.errors import EngineError
 
 TOKENIZER_FILE: Final = "tokenizer.json"

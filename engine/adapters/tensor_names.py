@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from loradock.engine.adapters.module_paths import ModulePathResolver
+from loradock.engine.adapters.target import ModulePathResolver
 from loradock.engine.layout import ModuleKind
 
 PREFIX: Final = "base_model.model."

@@ -9,10 +9,10 @@ from loradock.engine.kernels import DEFAULTS
 from loradock.engine.layers import BaseLayerWithLoRA
 from loradock.engine.layers.experts import ExpertsWithLoRA
 from loradock.engine.manager.metrics import MEBIBYTE, ManagerMetrics
+from loradock.engine.memory import allocated_bytes
 from loradock.engine.models.vision.mapping import IMAGE_PARTS
 from loradock.engine.punica.mapping import LoRAMapping, MappingType
 from loradock.engine.punica.wrapper import PunicaWrapper
-from loradock.engine.residency.device_memory import allocated_bytes
 from loradock.messages.ids import GPU_SLOT
 
 if TYPE_CHECKING:

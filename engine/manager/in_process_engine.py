@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from loradock.engine.adapters.dummy import HeadWeights
+from loradock.engine.adapters.in_memory import HeadWeights
 from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import NotResident, UnknownAdapter
@@ -169,6 +169,11 @@ class InProcessEngine:
                 # A layer that is called directly bypasses the hooks; then it uses no adapter.
                 nothing = LoRAMapping([], [], type=part)
                 punica.update_metadata(nothing, self.lora_index_to_id)
+
+    def forget_source(self, name: str) -> None:
+        """Forget a checked adapter that commands could load, also if no load has taken it."""
+        del self.sources[name]
+        self.residency.checked.clear()
 
     def close(self) -> None:
         """Wait for running copies, and end their thread."""

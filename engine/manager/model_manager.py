@@ -24,8 +24,7 @@ from loradock.controller.core.context import Refusal
 from loradock.controller.core.in_process import InProcessController
 from loradock.controller.core.limits import Limits
 from loradock.controller.core.world import Adapter
-from loradock.engine.adapters.dummy import dummy_adapter, warmup_rank
-from loradock.engine.adapters.in_memory import check_in_memory
+from loradock.engine.adapters.in_memory import check_in_memory, dummy_adapter, warmup_rank
 from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import EngineError, NoFreeSlot, NoRoom
@@ -289,7 +288,7 @@ class LoRAModelManager(ManagerAttributes):
             self.remove_adapter(adapter_id)
             raise
         finally:
-            del self._engine.sources[str(adapter_id)]
+            self._engine.forget_source(str(adapter_id))
 
     def activate_together(self, adapter_ids: Collection[int]) -> None:
         """Move adapters from the host into slots, without evicting any of them."""

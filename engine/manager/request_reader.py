@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.files.problems import shown
 from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from loradock.engine.adapters.lora_request import LoRARequest, tensorizer_directory
+from loradock.engine.adapters.problems import shown
 from loradock.engine.adapters.reader import read_adapter
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import AdapterBounds
 from loradock.engine.errors import AdapterNotFound, Conflict, NotResident
 from loradock.engine.manager.metrics import Clock, Durations
@@ -47,7 +47,7 @@ class RequestReader:
     """Reads the adapters that requests name, and remembers the stamps of their files.
 
     `roots`: the directories in which adapters must be, also those that links lead to; None allows
-    any path. `allow_pickled`: see `loradock.engine.adapters.files.directory.open_adapter`.
+    any path. `allow_pickled`: see `loradock.engine.adapters.directory.open_adapter`.
     """
 
     def __init__(

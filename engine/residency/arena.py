@@ -28,10 +28,10 @@ from loradock.engine.layout import (
     slice_elements,
     sorted_by_column,
 )
+from loradock.engine.memory import allocate_device
 from loradock.engine.parallel import RankLost
 from loradock.engine.residency.compaction import Compactor
 from loradock.engine.residency.copier import Copier, Copy, copier_for
-from loradock.engine.residency.device_memory import allocate_device
 from loradock.engine.residency.extents import Extents
 from loradock.engine.residency.staging import Blob
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
+from loradock.engine.memory import allocate_device
 from loradock.engine.residency.copier import Copier
-from loradock.engine.residency.device_memory import allocate_device
 from loradock.engine.residency.extents import Extents
 
 _BOUNCE_BYTES_MAX: Final = 16 << 20

@@ -11,7 +11,6 @@ import torch
 
 from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_rank, scaled
 from loradock.engine.adapters.lora_model import LoRAModel
-from loradock.engine.host_memory import allocate_host
 from loradock.engine.layout import (
     ABSENT,
     ALIGNMENT_BYTES,
@@ -24,6 +23,7 @@ from loradock.engine.layout import (
     directory_entries,
     slice_elements,
 )
+from loradock.engine.memory import allocate_host
 
 __all__ = [
     "ABSENT",

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from loradock.engine.adapters import read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.adapters.problems import Problems
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import DEFAULT_BOUNDS
 from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 from loradock.engine.layout import ModuleKind, ModuleShape

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loradock.engine.adapters import read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError
 from loradock.engine.layout import ModuleShape

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loradock.engine.adapters import LoadedAdapter, read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.files.directory import OpenFile
-from loradock.engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.directory import OpenFile
+from loradock.engine.adapters.file_names import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import AdapterBounds
 from loradock.engine.errors import (
     AdapterConfigRefused,
@@ -225,7 +225,7 @@ def test_nothing_is_allocated_for_tensors_that_do_not_fit(root: Path) -> None:
     write(root / "bad", weights=tensors(q_A=torch.ones(4, 17)))
     with (
         patch(
-            "loradock.engine.adapters.files.safetensors_reader.allocate_host",
+            "loradock.engine.adapters.weights.allocate_host",
             side_effect=AssertionError,
         ),
         pytest.raises(EngineError),

@@ -15,11 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from loradock.engine.adapters import LoRAModel, PEFTHelper, read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.files import directory
-from loradock.engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
-from loradock.engine.adapters.files.weights_names import INDEX_NAME
+from loradock.engine.adapters import LoRAModel, PEFTHelper, directory, read_adapter
+from loradock.engine.adapters.file_names import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import Conflict
 from tests.support.engine.adapter_examples import CONFIG, LORA_CONFIG, MODULES, tensors, write
 from tests.support.seeds import fresh_seed

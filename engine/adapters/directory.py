@@ -1,10 +1,8 @@
 """An adapter's directory and its files, opened so that they can't be replaced while in use.
 
-Every name is opened in the directory that was opened before it. A link is followed to a place below
-a root, as in the cache of Hugging Face and in mounts of Kubernetes; one that leads elsewhere is
-refused (`located`). A file that changes while it is read, a link that leads elsewhere after it, and
-a file with a second name (a hard link) are errors. Files are read and never mapped: a mapped file
-that shrinks would end the process.
+A file that changes while it is read, a link that leads elsewhere after it, and a file with a second
+name (a hard link) are errors. Files are read and never mapped: a mapped file that shrinks would end
+the process.
 
 A file that is being written in place may look unchanged between two blocks, and its time counts in
 ticks of some milliseconds. So files are read only once the last change is `QUIET_S` ago: a writer
@@ -12,40 +10,33 @@ that pauses for less than that is waited for or noticed, and any later change ha
 """
 
 import os
-import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Final
 
-from loradock.engine.adapters.files.located import (
-    NoSuchName,
-    is_link,
-    open_place,
-    open_root,
-    readable,
-    real_roots,
+from loradock.engine.adapters.file_names import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    config_is_missing,
+    names_in_index,
+    weights_names,
 )
-from loradock.engine.adapters.files.missing_files import CONFIG_NAME, config_is_missing, is_present
-from loradock.engine.adapters.files.problems import shown
-from loradock.engine.adapters.files.weights_names import INDEX_NAME, names_in_index, weights_names
 from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
 from loradock.engine.errors import (
     AdapterConfigRefused,
     AdapterNotFound,
     AdapterUnsound,
     Conflict,
-    EngineError,
     PathNotAllowed,
 )
+from loradock.processes.safe_open import NotAllowed, NotFound, SafeDirectory, is_link
 
 QUIET_S: Final = 1.0
 """How long ago the last change of files must be before they are read."""
 
 _WRITE_ELSEWHERE: Final = "write files elsewhere, rename their directory, and load it again"
-
-_LEVELS_MAX: Final = 16
 
 
 class OpenFile:
@@ -58,12 +49,6 @@ class OpenFile:
         self._directory = directory
         self._is_linked = is_link(name, directory)
         self._opened = os.fstat(descriptor)
-        if self._opened.st_nlink > 1:
-            # The other name may be outside all roots, in a directory that its owner keeps closed.
-            raise PathNotAllowed(
-                f"{name} has {self._opened.st_nlink} names (hard links), and some may be outside "
-                "the adapter roots; replace it by a copy"
-            )
 
     @property
     def size_bytes(self) -> int:
@@ -150,8 +135,7 @@ class AdapterFiles:
 
         It is part of neither stamp nor identity.
         """
-        directory = self._directory
-        return directory.file(name) if is_present(name, directory.descriptor) else None
+        return self._directory.file(name) if self._directory.has(name) else None
 
     def read_config(self, bounds: AdapterBounds) -> bytes:
         """Return the whole config; raises `AdapterConfigRefused` if it is too long."""
@@ -206,7 +190,7 @@ def open_adapter(
     """
     with ExitStack() as stack:
         opened = _Directory(path, roots, stack)
-        if not is_present(CONFIG_NAME, opened.descriptor):
+        if not opened.has(CONFIG_NAME):
             raise AdapterNotFound(config_is_missing(path, opened.descriptor))
         config = opened.file(CONFIG_NAME)
         index, weights = _open_weights_files(path, opened, allow_pickled)
@@ -219,23 +203,31 @@ class _Directory:
     """An open directory of an adapter; `stack` closes it and its files."""
 
     def __init__(self, path: str, roots: Sequence[Path], stack: ExitStack) -> None:
-        self._places = real_roots(roots)
         self._stack = stack
-        self.descriptor = _open_directory(path, roots, self._places, stack)
+        with _as_engine_errors():
+            self._opened = stack.enter_context(SafeDirectory(path, roots))
+        self.descriptor = self._opened.descriptor
+
+    def has(self, name: str) -> bool:
+        """Whether there is an entry of this name."""
+        return self._opened.has(name)
 
     def file(self, name: str) -> OpenFile:
         """Open a file of the directory."""
-        place = open_place(name, self.descriptor, self._places, is_directory=False)
-        try:
-            if not stat.S_ISREG(os.fstat(place).st_mode):
-                raise PathNotAllowed(
-                    f"{name} is not a regular file; an adapter consists of regular files only"
-                )
-            descriptor = readable(place, name)
-        finally:
-            os.close(place)
+        with _as_engine_errors():
+            descriptor = self._opened.open(name)
         self._stack.callback(os.close, descriptor)
         return OpenFile(name, descriptor, self.descriptor)
+
+
+@contextmanager
+def _as_engine_errors() -> Iterator[None]:
+    try:
+        yield
+    except NotAllowed as error:
+        raise PathNotAllowed(str(error)) from error
+    except NotFound as error:
+        raise AdapterNotFound(str(error)) from error
 
 
 def _open_weights_files(
@@ -257,78 +249,3 @@ def _read_index(index: OpenFile) -> bytes:
             f"{DEFAULT_BOUNDS.header_bytes_max} are read"
         )
     return index.read(0, index.size_bytes)
-
-
-def _open_directory(
-    path: str, roots: Sequence[Path], places: Sequence[str], stack: ExitStack
-) -> int:
-    """Return a descriptor of the adapter's directory, in the first root that has it."""
-    parts = PurePosixPath(path).parts
-    if not parts or ".." in parts:
-        raise PathNotAllowed(
-            f"path {shown(path)} is not allowed; name a directory below an adapter root, without "
-            "'..'"
-        )
-    candidates = list(_candidates(parts, roots))
-    unreadable: AdapterNotFound | None = None
-    for root, below in candidates:
-        try:
-            return _walk(root, below, places, stack)
-        except NoSuchName:
-            pass
-        except AdapterNotFound as error:
-            unreadable = unreadable or error
-    if unreadable is not None:
-        raise unreadable
-    names = ", ".join(map(str, roots))
-    if not candidates:
-        raise PathNotAllowed(f"path {shown(path)} is below none of the adapter roots: {names}")
-    raise AdapterNotFound(
-        f"no directory {shown(path)} below the adapter root{'s' * (len(roots) > 1)} {names}"
-        + _suggestion(parts, roots, places)
-    )
-
-
-def _suggestion(parts: tuple[str, ...], roots: Sequence[Path], places: Sequence[str]) -> str:
-    """Return a hint at the longest end of a relative path that is a directory below a root."""
-    for start in range(1, 0 if parts[0].startswith("/") else min(len(parts), _LEVELS_MAX)):
-        for root in roots:
-            with ExitStack() as stack, suppress(EngineError):
-                _walk(root, parts[start:], places, stack)
-                return f"; paths are relative to a root: use {shown('/'.join(parts[start:]))}"
-    return ""
-
-
-def _candidates(
-    parts: tuple[str, ...], roots: Sequence[Path]
-) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield each root that the path can be below, with the names after the root.
-
-    A root counts under the name that its operator used and under its real one.
-    """
-    if not parts[0].startswith("/"):
-        yield from ((root, parts) for root in roots)
-        return
-    for root in roots:
-        for spelling in {Path(os.path.abspath(root)), Path(os.path.realpath(root))}:
-            names = spelling.parts[1:]
-            if parts[1 : len(names) + 1] == names:
-                yield root, parts[len(names) + 1 :]
-                break
-
-
-def _walk(root: Path, below: tuple[str, ...], places: Sequence[str], stack: ExitStack) -> int:
-    """Open `below` in `root`, name by name; raises `NoSuchName` where a name is missing."""
-    descriptor = open_root(root)
-    for name in below:
-        try:
-            child = open_place(name, descriptor, places, is_directory=True)
-        finally:
-            os.close(descriptor)
-        descriptor = child
-    try:
-        opened = readable(descriptor, below[-1] if below else str(root))
-    finally:
-        os.close(descriptor)
-    stack.callback(os.close, opened)
-    return opened

@@ -1,24 +1,29 @@
-"""Vectors over a linear layer's outputs: DoRA's magnitudes, biases in B, and trained biases.
+"""Per-output scales and biases: DoRA's magnitudes, biases in B, and trained biases.
 
-With them an adapter's output is `scale * base_output + shift + delta`, one scale and one shift per
-output, which are computed here from the base layer's own weight and bias.
+With these vectors an adapter's output is `scale * base_output + shift + delta`, with a scale and a
+shift for each output, which are computed here from the base layer's own weight and bias.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from loradock.engine.adapters.files.problems import Problems
-from loradock.engine.adapters.files.weights_file import Tensors
 from loradock.engine.adapters.layer_weights import LoRALayerWeights
-from loradock.engine.adapters.module_paths import ModulePathResolver
 from loradock.engine.adapters.pairs import TensorPair
 from loradock.engine.adapters.peft_config import PEFTHelper
+from loradock.engine.adapters.problems import Problems
+from loradock.engine.adapters.target import (
+    AdapterTarget,
+    BaseWeights,
+    ModulePathResolver,
+    ReadBase,
+)
 from loradock.engine.adapters.tensor_names import is_within, path_of
+from loradock.engine.adapters.weights import Tensors
 from loradock.engine.errors import AdapterDoesNotFit, NotFinite
 from loradock.engine.layout import AFFINE_SUFFIX, SAVED_SUFFIX, ModuleKind, ModuleShape
 
@@ -31,34 +36,6 @@ _PATTERNS: Final = {
     B_BIAS: re.compile(r"(.+)\.lora_B\.bias\Z"),
     BIAS: re.compile(r"(.+?)(?:\.base_layer)?\.bias\Z"),
 }
-
-
-class BaseWeights(NamedTuple):
-    """A linear base layer's weight `[out, in]` and bias `[out]`, None if it has none.
-
-    Of a norm the weight is `[features]`.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-ReadBase = Callable[[str], BaseWeights | None]
-"""Returns the base weights of a module; None where they can't be read."""
-
-
-class VectorTarget(Protocol):
-    """The model that vectors are checked against."""
-
-    @property
-    def modules(self) -> Mapping[str, ModuleShape]:
-        """Its module-slices by path."""
-        ...
-
-    @property
-    def read_base(self) -> ReadBase:
-        """The reader of its base weights."""
-        ...
 
 
 class OutputVector(NamedTuple):
@@ -94,7 +71,7 @@ def check_vectors(
     pairs: Iterable[TensorPair],
     tensors: Tensors,
     helper: PEFTHelper,
-    model: VectorTarget,
+    model: AdapterTarget,
     problems: Problems,
 ) -> None:
     """Add vectors of other layers or lengths, and adapted modules without the vector they need."""
@@ -126,7 +103,7 @@ def check_vectors(
         problems.add_each(AdapterDoesNotFit, "adapted modules without their bias", left)
 
 
-def _column_for(module: str, role: str, model: VectorTarget) -> ModuleShape | None:
+def _column_for(module: str, role: str, model: AdapterTarget) -> ModuleShape | None:
     """Return the column that a vector goes to: of a norm's bias it is that of the whole norm."""
     whole = model.modules.get(module + SAVED_SUFFIX)
     is_norm = whole is not None and whole.in_features == 1 and role == BIAS

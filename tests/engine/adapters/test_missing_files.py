@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from loradock.engine.adapters import read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.file_names import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import AdapterNotFound
 from tests.support.engine.adapter_examples import LORA_CONFIG, MODULES, write
 

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from loradock.engine.adapters.files.bounded_json import decode_object
-from loradock.engine.adapters.files.problems import shown
+from loradock.engine.adapters.bounded_json import decode_object
+from loradock.engine.adapters.problems import shown
 from loradock.engine.config import AdapterBounds
 from loradock.engine.errors import AdapterUnsound
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from loradock.engine import host_memory
+from loradock.engine import memory
 from loradock.engine.errors import HostOutOfMemory
-from loradock.engine.host_memory import HUGE_PAGE_BYTES, allocate_host
+from loradock.engine.memory import HUGE_PAGE_BYTES, allocate_host
 
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
 
@@ -39,7 +39,7 @@ def test_large_memory_is_in_huge_pages_and_no_memory_around_it() -> None:
             return -1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory, "_LIBC", Recorded)
+        patch.setattr(memory, "_LIBC", Recorded)
         for size in (1, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 5, 7 * HUGE_PAGE_BYTES):
             tensor = allocate_host((size,), torch.uint8, pin=False)
             assert tensor.fill_(7).min() == 7

@@ -4,92 +4,49 @@ No weights have been read when this is checked. A module is identified by its fu
 its last name alone.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from loradock.engine.adapters.base_copies import (
     BaseCopy,
-    HeldWeight,
+    add_equal_copies,
     changed_weights,
+    check_same,
+    comparisons_of,
     copies_of,
+    differing_copies,
 )
-from loradock.engine.adapters.expert_stacks import expert_submatrices
-from loradock.engine.adapters.expert_tensors import ExpertPair, Experts, pair_experts, split_experts
-from loradock.engine.adapters.files.problems import Problems, shown
-from loradock.engine.adapters.files.weights_file import Tensors
-from loradock.engine.adapters.module_paths import SKIP_PREFIXES, Equivalence, ModulePathResolver
-from loradock.engine.adapters.output_vectors import (
-    OutputVector,
-    ReadBase,
-    check_vectors,
-    take_vectors,
+from loradock.engine.adapters.experts import (
+    ExpertPair,
+    Experts,
+    expert_submatrices,
+    pair_experts,
+    split_experts,
 )
+from loradock.engine.adapters.output_scales import OutputVector, check_vectors, take_vectors
 from loradock.engine.adapters.pairs import (
     TensorPair,
     check_rank_divisible,
     pair_up,
+    saved_names,
     size_difference,
+    tie_saved,
+    token_pairs,
 )
 from loradock.engine.adapters.peft_config import CLASSIFICATION_HEADS, PEFTHelper
-from loradock.engine.adapters.saved_tokenizer import BaseTokenizer
+from loradock.engine.adapters.problems import Problems, shown
+from loradock.engine.adapters.target import AdapterTarget, ModulePathResolver, Modules
 from loradock.engine.adapters.targets import check_targets
 from loradock.engine.adapters.tensor_names import WeightNames, is_within, sort_names
-from loradock.engine.adapters.tied_modules import saved_names, tie_saved, token_pairs
-from loradock.engine.adapters.weights_mapper import Rename
-from loradock.engine.config import LoRAConfig
+from loradock.engine.adapters.weights import (
+    Inspectors,
+    ReadTensors,
+    Tensors,
+)
 from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 from loradock.engine.layout import SAVED_SUFFIX, WHOLE, ModuleKind, ModuleShape
-from loradock.engine.submatrix import Submatrix
-
-Modules = Mapping[str, ModuleShape]
-"""The module-slices of a model that can be adapted, by full path."""
-
-
-@dataclass(frozen=True)
-class AdapterTarget:
-    """The model and the engine's limits, against which an adapter is checked.
-
-    `lora_config` has its dtype resolved. `equivalences`: see `module_paths.equivalences_of`.
-    `image_layers`: the paths of tower and connector, wrapped or not. `requires_head`: the model has
-    no trained classification head, so an adapter must contain one. `missing_layers`: the paths of
-    layers on another rank of a pipeline, whose tensors are skipped. `read_base` returns a linear
-    module's base weights. `has_parameter`: whether a parameter's path is, or ends in, a name.
-    `unwrapped`: why layers with these paths are not wrapped. `tokenizer`: compared with adapters'
-    own; None compares nothing.
-    `token_embedding`: its path. `tied`:
-    the modules that share its weight, itself included; none if it is not tied. `held` returns a
-    module's own weight or bias, None where it can't be read. `has_module`: whether a module's path
-    ends in a name.
-    """
-
-    modules: Modules
-    lora_config: LoRAConfig
-    equivalences: tuple[Equivalence, ...] = ()
-    image_layers: frozenset[str] = frozenset()
-    requires_head: bool = False
-    missing_layers: tuple[str, ...] = ()
-    read_base: ReadBase = field(default=lambda _: None, compare=False)
-    has_parameter: Callable[[str], bool] = field(default=lambda _: True, compare=False)
-    unwrapped: Mapping[str, str] = field(default_factory=dict)
-    tokenizer: BaseTokenizer | None = field(default=None, compare=False)
-    token_embedding: str = ""
-    tied: frozenset[str] = frozenset()
-    held: Callable[[str, str], HeldWeight | None] = field(default=lambda _, __: None, compare=False)
-    has_module: Callable[[str], bool] = field(default=lambda _: True, compare=False)
-
-    def excludes(self, module: str) -> bool:
-        """Whether a module is not adapted because `enable_tower_connector_lora` is off."""
-        return module in self.image_layers and not self.lora_config.enable_tower_connector_lora
-
-    def path_resolver(
-        self, rename: Rename | None = None, skip_prefixes: Iterable[str] = SKIP_PREFIXES
-    ) -> ModulePathResolver:
-        """Return the resolver from paths in adapters to this model's paths."""
-        known = (*self.modules, *self.image_layers, *self.tied)
-        known += (self.token_embedding,) if self.token_embedding else ()
-        skipped = (*skip_prefixes, *(f"{path}." for path in self.missing_layers))
-        return ModulePathResolver(known, self.equivalences, rename, skipped)
+from loradock.engine.submatrix import WHOLE_TENSOR, Submatrix
 
 
 @dataclass(frozen=True)
@@ -119,26 +76,53 @@ class MatchedTensors:
         """Whether tensors hold all experts of a layer; False for an adapter without experts."""
         return any(expert.expert is None for expert in self.experts)
 
-    def with_changed(
-        self, differing: Collection[str], model: AdapterTarget, problems: Problems
-    ) -> "MatchedTensors":
-        """Return the same with the modules that copies in `differing` replace."""
-        changed = changed_weights(self.copies, differing, self.pairs, self.vectors, model, problems)
-        return replace(self, pairs=self.pairs + changed.pairs, same=self.same | changed.same)
-
     def for_experts(self, local_experts: range | None = None) -> "MatchedTensors":
         """Return the same for a process that keeps these experts; None: all of them."""
         return replace(self, experts=[one.for_experts(local_experts) for one in self.experts])
 
-    def submatrices(self, modules: Modules) -> dict[str, Submatrix]:
-        """Return the part of each tensor that this process keeps; none of other ranks' experts."""
-        by_pair = [pair.submatrices(modules[pair.module].shard) for pair in self.pairs]
-        by_pair += [vector.pair.submatrices(WHOLE) for vector in self.vectors]
-        return {
-            name: part
-            for parts in (*by_pair, expert_submatrices(self.experts))
-            for name, part in parts.items()
-        }
+    def submatrices(self, modules: Modules | None = None) -> dict[str, Submatrix]:
+        """Return the part of each tensor that this process keeps; none of other ranks' experts.
+
+        Without `modules` it keeps whole ones. Tensors that are only compared with others are whole.
+        """
+        parts = dict.fromkeys(self.same, WHOLE_TENSOR)
+        for pair in self.pairs:
+            parts |= pair.submatrices(WHOLE if modules is None else modules[pair.module].shard)
+        for vector in self.vectors:
+            parts |= vector.pair.submatrices(WHOLE)
+        return parts | expert_submatrices(self.experts)
+
+
+class CopyComparisons:
+    """The comparison of an adapter's copies of base weights, while its tensors are read.
+
+    `inspectors`: what the reader passes them to. Copies without the base's values are read with
+    the others.
+    """
+
+    def __init__(self, matched: MatchedTensors) -> None:
+        self._matched = matched
+        self._comparisons = comparisons_of(matched.copies)
+        self.inspectors: Inspectors = self._comparisons
+
+    def settle(
+        self, found: ReadTensors, model: AdapterTarget, problems: Problems
+    ) -> MatchedTensors:
+        """Return the tensors with the modules that copies with other values replace.
+
+        Equal copies that these modules need too are added to `found`. Raises one error for all
+        problems with copies.
+        """
+        old = self._matched
+        differing = differing_copies(self._comparisons, problems)
+        changed = changed_weights(old.copies, differing, old.pairs, old.vectors, model, problems)
+        problems.raise_if_any()
+        matched = replace(old, pairs=old.pairs + changed.pairs, same=old.same | changed.same)
+        names = {name for pair in changed.pairs for name in pair.factors()} | changed.same.keys()
+        add_equal_copies(matched.copies, names, found)
+        check_same(matched.same, found.tensors, problems)
+        problems.raise_if_any()
+        return matched
 
 
 NEEDS_MODEL: Final = (
@@ -385,20 +369,3 @@ def check_expert_format(is_3d_lora_weight: bool, matched: MatchedTensors) -> Non
             f"is_3d_lora_weight is True, and the file's expert tensors are {found}; leave it out "
             "to have the files decide"
         )
-
-
-def target_of(model: object) -> AdapterTarget:
-    """Return what adapters of a manager, or of its model, are checked against.
-
-    Raises `TypeError` for an object that is neither.
-    """
-    if isinstance(model, AdapterTarget):
-        return model
-    manager = getattr(model, "lora_manager", model)
-    target = getattr(manager, "adapter_target", None)
-    if not isinstance(target, AdapterTarget):
-        raise TypeError(
-            f"model is {type(model).__name__}; a manager, the model that it has wrapped, or its "
-            "adapter_target is needed"
-        )
-    return target

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
-from loradock.engine.adapters.files.bounded_json import C_TEXT_MAX, DIGITS_MAX
-from loradock.engine.adapters.files.problems import shown
-from loradock.engine.adapters.files.safetensors_header import (
+from loradock.engine.adapters.bounded_json import C_TEXT_MAX, DIGITS_MAX
+from loradock.engine.adapters.problems import shown
+from loradock.engine.adapters.safetensors_header import (
     LENGTH_BYTES,
     header_length,
     parse_header,

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from loradock.engine.adapters import read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.files.directory import OpenFile, open_adapter
-from loradock.engine.adapters.files.safetensors_reader import SafetensorsFile
-from loradock.engine.adapters.files.weights_file import ReadTensors
+from loradock.engine.adapters.directory import OpenFile, open_adapter
+from loradock.engine.adapters.target import AdapterTarget
+from loradock.engine.adapters.weights import ReadTensors, SafetensorsFile
 from loradock.engine.config import DEFAULT_BOUNDS
 from loradock.engine.errors import NotFinite
 from loradock.engine.layout import Shard
@@ -62,7 +61,7 @@ def by_reader(
 ) -> ReadTensors:
     with open_adapter(directory.name, [directory.parent]) as files:
         reader = SafetensorsFile(files.weights[0], DEFAULT_BOUNDS)
-        return reader.read_all(wanted, b"")[0] if with_fingerprint else reader.read(wanted)
+        return reader.read(wanted, config=b"" if with_fingerprint else None)
 
 
 @settings(

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loradock.engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
 from loradock.engine.errors import AdapterNotFound, AdapterUnsound, Conflict, EngineError, NotFinite
 from tests.support.engine.adapter_examples import (

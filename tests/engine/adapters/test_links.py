@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from loradock.engine.adapters import LoadedAdapter, read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.files import located
-from loradock.engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.file_names import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import AdapterNotFound, Conflict, PathNotAllowed
+from loradock.processes import safe_open
 from tests.support.engine.adapter_examples import LORA_CONFIG, MODULES, Q, tensors, write
 
 FILES = (CONFIG_NAME, WEIGHTS_NAME)
@@ -138,7 +138,7 @@ def test_a_pipe_outside_is_never_opened_for_reading(root: Path) -> None:
 
 def swapping(path: Path, target: str | Path, opened: str) -> Callable[..., bool]:
     """`_is_below`, before which a link is swapped when a place with the name `opened` is open."""
-    is_below = located._is_below
+    is_below = safe_open._is_below
 
     def swap(place: int, roots: tuple[str, ...]) -> bool:
         if os.readlink(f"/proc/self/fd/{place}").endswith(opened):
@@ -158,11 +158,11 @@ def test_a_link_that_is_swapped_while_it_is_checked_reaches_nothing_outside(
     path = directory_with(root, name, inside)
     # What was opened is inside; the link leads elsewhere now.
     swap = swapping(root / path / name, outside, f"inside/{name}")
-    with patch.object(located, "_is_below", swap), pytest.raises(Conflict, match="another file"):
+    with patch.object(safe_open, "_is_below", swap), pytest.raises(Conflict, match="another file"):
         read_at(path, root)
     # What was opened is outside.
     swap = swapping(root / path / name, inside, f"outside/{name}")
-    with patch.object(located, "_is_below", swap), pytest.raises(PathNotAllowed):
+    with patch.object(safe_open, "_is_below", swap), pytest.raises(PathNotAllowed):
         read_at(path, root)
     assert read_at(path, root).model.loras
 
@@ -171,7 +171,7 @@ def test_a_directory_that_is_swapped_while_it_is_checked_is_read_as_it_was(root:
     link(root / "current", "inside")
     before = read_at("current", root)
     swap = swapping(root / "current", root.parent / "outside", "/inside")
-    with patch.object(located, "_is_below", swap):
+    with patch.object(safe_open, "_is_below", swap):
         during = read_at("current", root)
     assert torch.equal(during.model.loras[Q].lora_a, before.model.loras[Q].lora_a)
     with pytest.raises(PathNotAllowed, match="out of the adapter roots"):
@@ -183,7 +183,7 @@ def test_a_mount_that_is_updated_while_it_is_read_is_a_conflict(root: Path) -> N
     other = {name: tensor + 1 for name, tensor in tensors().items()}
     write(root / path / "..2026_02", weights=other)
     swap = swapping(root / path / "..data", "..2026_02", CONFIG_NAME)
-    with patch.object(located, "_is_below", swap), pytest.raises(Conflict, match="another file"):
+    with patch.object(safe_open, "_is_below", swap), pytest.raises(Conflict, match="another file"):
         read_at(path, root)
     after = read_at(path, root)
     assert after.fingerprint == read_at(f"{path}/..2026_02", root).fingerprint
