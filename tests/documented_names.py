@@ -234,7 +234,7 @@ MANAGERS: Final = (
     ),
     DocumentedName(
         "WorkerLoRAManager._load_adapter",
-        "loradock.engine.manager.request_reader:RequestReader.read",
+        "loradock.engine.manager.worker_manager:RequestReader.read",
         "request",
         "A method of the reader, because reading has no part in the manager's state; "
         "`add_adapter(request)` reads and adds.",

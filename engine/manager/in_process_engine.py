@@ -17,8 +17,7 @@ from loradock.engine.errors import NotResident, UnknownAdapter
 from loradock.engine.jobs import InlineJobs
 from loradock.engine.layers import ClassificationHeadWithLoRA
 from loradock.engine.layout import ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
-from loradock.engine.manager.model_checks import check_kind, check_model
-from loradock.engine.manager.uncompiled import keep_uncompiled
+from loradock.engine.manager.model_checks import check_kind, check_model, keep_uncompiled
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.loading import prepare_loaded
 from loradock.engine.models.pooling_model import PoolingModel

@@ -30,9 +30,8 @@ from loradock.engine.layout import (
 )
 from loradock.engine.memory import allocate_device
 from loradock.engine.parallel import RankLost
-from loradock.engine.residency.compaction import Compactor
 from loradock.engine.residency.copier import Copier, Copy, copier_for
-from loradock.engine.residency.extents import Extents
+from loradock.engine.residency.extents import Compactor, Extents
 from loradock.engine.residency.staging import Blob
 
 

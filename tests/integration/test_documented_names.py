@@ -13,7 +13,7 @@ import loradock.engine.adapters.target
 import loradock.engine.config
 import loradock.engine.errors
 import loradock.engine.layers
-import loradock.engine.manager.request_reader
+import loradock.engine.manager.worker_manager
 import loradock.engine.models.preparation
 import loradock.engine.punica
 import loradock.engine.residency.staging
@@ -28,7 +28,7 @@ MODULES: Final = {
     for module in (
         *(loradock.client, loradock.engine.adapters, loradock.engine.adapters.experts),
         *(loradock.engine.adapters.target, loradock.engine.config, loradock.engine.errors),
-        *(loradock.engine.layers, loradock.engine.manager, loradock.engine.manager.request_reader),
+        *(loradock.engine.layers, loradock.engine.manager, loradock.engine.manager.worker_manager),
         *(loradock.engine.models.preparation, loradock.engine.punica),
         loradock.engine.residency.staging,
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loradock.engine.errors import Conflict, EngineError
-from loradock.engine.residency.collective_copier import CollectiveCopier
+from loradock.engine.residency.copier import CollectiveCopier
 from loradock.messages.errors import ErrorCode
 from tests.support.parallel.threads import RANKS, SharedGroup, on_all_ranks
 
