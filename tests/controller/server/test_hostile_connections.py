@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import zmq
-from tests.controller.shell.access.test_permissions import EXAMPLES, named
 
 from loradock.controller.server.access.keys import KeyStore, new_pair
 from loradock.messages import requests as rq
@@ -23,6 +22,7 @@ from loradock.messages.ids import GPU_SLOT
 from loradock.messages.views import AdapterCounters
 from loradock.messages.wire import REQUESTS, TOKEN_BYTES
 from loradock.processes.key_files import KeyPair, read_key_pair
+from tests.controller.server.access.test_permissions import EXAMPLES, named
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation import tampered_connections as tampered
 from tests.support.simulation.key_examples import allow, server_key

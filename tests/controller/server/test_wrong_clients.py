@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import zmq
-from tests.controller.shell.access.test_permissions import EXAMPLES, LOADING, named
 
 from loradock.client import Client, NotAllowed
 from loradock.controller.server import listener
@@ -24,6 +23,7 @@ from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import GPU_SLOT
 from loradock.messages.wire import REPORTS
 from loradock.processes.key_files import KeyPair, read_key_pair
+from tests.controller.server.access.test_permissions import EXAMPLES, LOADING, named
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation.key_examples import allow, key_file, server_key
 from tests.support.simulation.remote_examples import (
