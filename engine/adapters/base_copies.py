@@ -62,7 +62,7 @@ class Comparison:
 
 
 def are_equal(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors of one shape have equal values, within the rounding of their dtypes."""
+    """Return whether tensors of one shape are equal within the rounding of their dtypes."""
     steps = zip(
         torch.split(found.detach().reshape(-1), _STEP_VALUES),
         torch.split(expected.detach().reshape(-1), _STEP_VALUES),
@@ -103,7 +103,9 @@ def copies_of(
                 "additional tokens is served on the model with these tokens alone",
             )
         elif not tensor.dtype.is_floating_point:
-            problems.add(AdapterDoesNotFit, f"{name} is {tensor.dtype}; a floating dtype is needed")
+            problems.add(
+                AdapterDoesNotFit, f"{name} must have a floating dtype, got {tensor.dtype}"
+            )
         else:
             found.append(BaseCopy(name, parameter, base))
     return found

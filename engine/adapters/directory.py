@@ -34,7 +34,7 @@ from loradock.engine.errors import (
 from loradock.processes.safe_open import NotAllowed, NotFound, SafeDirectory, is_link
 
 QUIET_S: Final = 1.0
-"""How long ago the last change of files must be before they are read."""
+"""The time since the last change of files after which they are read, in seconds."""
 
 _WRITE_ELSEWHERE: Final = "write files elsewhere, rename their directory, and load it again"
 
@@ -102,7 +102,7 @@ class OpenFile:
             raise Conflict(f"{self.name} links to another file now; load it again")
 
     def _is_target(self) -> bool:
-        """Whether the link still leads to this file: otherwise files of two versions may be mixed.
+        """Return whether the link still leads to this file; else two versions could be mixed.
 
         The links of a Kubernetes mount all change at one moment.
         """
@@ -167,9 +167,9 @@ class AdapterFiles:
             file.check_unchanged()
 
     def wait_until_quiet(self) -> None:
-        """Wait until no file was written to for `QUIET_S`; raises `Conflict` if one is meanwhile.
+        """Wait until no file was written to for `QUIET_S`; raises `Conflict` if one is written.
 
-        The wait is bounded, because the clock may be another one than that of the files' system.
+        The wait is bounded, because the file system may have another clock.
         """
         age_s = time.time() - max(file.changed_s for file in self._files)
         if age_s < QUIET_S:
@@ -209,7 +209,7 @@ class _Directory:
         self.descriptor = self._opened.descriptor
 
     def has(self, name: str) -> bool:
-        """Whether there is an entry of this name."""
+        """Return whether there is an entry of this name."""
         return self._opened.has(name)
 
     def file(self, name: str) -> OpenFile:

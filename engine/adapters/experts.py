@@ -80,7 +80,7 @@ class Experts:
 
     @property
     def is_touched(self) -> bool:
-        """Whether the file has tensors for the module."""
+        """True if the file has tensors for the module."""
         return bool(self.fused or self.singles)
 
     @property
@@ -281,7 +281,7 @@ def _check_fit(pair: TensorPair, tensors: Tensors, columns: Sequence[ModuleShape
 class MoEEPLoadSpec:
     """The experts that a rank keeps of every layer; no others are read.
 
-    Each rank keeps `local_num_experts` adjacent ones of `global_num_experts`. Raises ValueError
+    Each rank keeps `local_num_experts` adjacent experts of `global_num_experts`. Raises ValueError
     for a rank whose experts are not among them.
     """
 
@@ -304,7 +304,7 @@ class MoEEPLoadSpec:
         return range(start, start + self.local_num_experts)
 
     def is_remote(self, name: str) -> bool:
-        """Whether a tensor belongs to a single expert that the rank does not keep."""
+        """Return whether a tensor belongs to a single expert that the rank does not keep."""
         match = _NUMBERED_EXPERT.search(name)
         return match is not None and int(match[1]) not in self.local_experts
 

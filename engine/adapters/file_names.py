@@ -101,7 +101,7 @@ def _safetensors_names(directory: int) -> list[str]:
 
 
 def _checked_shards(path: str, shards: Sequence[str]) -> list[str]:
-    """Return numbered shards in order; raises `AdapterNotFound` unless there is each of one set."""
+    """Return numbered shards in order; raises `AdapterNotFound` unless the set is complete."""
     numbers = [match.groups() for name in shards if (match := _SHARD.match(name))]
     totals = {total for _, total in numbers}
     expected = int(min(totals))
@@ -109,7 +109,7 @@ def _checked_shards(path: str, shards: Sequence[str]) -> list[str]:
     if len(totals) > 1 or found != list(range(1, expected + 1)) or expected > _SHARDS_MAX:
         raise AdapterNotFound(
             f"{shown(path)} has the shards {', '.join(sorted(shards)[:4])}; all of one set, from 1 "
-            f"to {expected}, are needed: copy the missing ones"
+            f"to {expected}, are needed: copy those that are missing"
         )
     return sorted(shards)
 

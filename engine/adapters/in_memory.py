@@ -60,7 +60,7 @@ def check_in_memory(
 ) -> LoadedAdapter:
     """Check an adapter in memory completely; `fingerprint` identifies this call's adapter.
 
-    `model` holds whole modules, also where this process keeps a part, and is not changed. Raises
+    `model` holds whole modules, also if this process keeps a part, and is not changed. Raises
     one `EngineError` for all problems: `AdapterDoesNotFit`, or `NotFinite` if all shapes fit.
     """
     modules = target.modules
@@ -70,9 +70,7 @@ def check_in_memory(
         loras = {name: _detached(lora, modules.get(name)) for name, lora in found.items()}
     _raise(model.id, problems)
     if model.is_3d_lora_weight and not any(one.kind is _EXPERTS for one in loras.values()):
-        problems.add(
-            AdapterDoesNotFit, "is_3d_lora_weight is True, and no module is an experts one"
-        )
+        problems.add(AdapterDoesNotFit, "is_3d_lora_weight is True, and no module has experts")
     if not loras:
         problems.add(AdapterDoesNotFit, "no module is touched")
     touched = [modules[name] for name in loras if name in modules]
@@ -122,9 +120,9 @@ def _check_fit(
 ) -> None:
     shape = target.modules.get(name)
     if shape is None:
-        where = EXCLUDED if target.excludes(name) else "not wrapped in this model"
-        where = f"{where}: {target.unwrapped[name]}" if name in target.unwrapped else where
-        problems.add(AdapterDoesNotFit, f"{shown(name)} is {where}")
+        why = EXCLUDED if target.excludes(name) else "not wrapped in this model"
+        why = f"{why}: {target.unwrapped[name]}" if name in target.unwrapped else why
+        problems.add(AdapterDoesNotFit, f"{shown(name)} is {why}")
         return
     is_tokens = shape.kind is ModuleKind.TOKENS
     rank_max = shape.out_features if is_tokens else target.lora_config.max_lora_rank
@@ -153,13 +151,13 @@ def _check_fit(
         if not tensor.dtype.is_floating_point:
             problems.add(
                 AdapterDoesNotFit,
-                f"{name}'s {letter} is {tensor.dtype}; a floating dtype is needed",
+                f"{name}'s {letter} must have a floating dtype, got {tensor.dtype}",
             )
         if tensor.is_meta or tensor.layout is not torch.strided:
             kind = f"{tensor.layout} on {tensor.device}"
             problems.add(
                 AdapterDoesNotFit,
-                f"{name}'s {letter} is {kind}; a dense tensor with values is needed",
+                f"{name}'s {letter} must be a dense tensor with values, got {kind}",
             )
     if not lora.scaling:
         problems.add(
@@ -176,8 +174,8 @@ def _check_token_ids(
     if not is_sorted or not 0 <= int(ids[0]) <= int(ids[-1]) < shape.out_features:
         problems.add(
             AdapterDoesNotFit,
-            f"{name} has token ids from {int(ids[0])} to {int(ids[-1])}; distinct ones in "
-            f"ascending order, below {shape.out_features}, are needed",
+            f"token ids of {name} must be distinct, ascending and below {shape.out_features}, got "
+            f"{int(ids[0])} to {int(ids[-1])}",
         )
 
 

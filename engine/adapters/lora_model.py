@@ -99,7 +99,7 @@ class LoRAModel:
         return self.loras.get(module_name)
 
     def check_lora_name(self, module_name: str) -> bool:
-        """Whether the adapter touches a module."""
+        """Return whether the adapter touches a module."""
         return module_name in self.loras
 
     @classmethod

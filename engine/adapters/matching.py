@@ -73,7 +73,7 @@ class MatchedTensors:
 
     @property
     def is_3d_lora_weight(self) -> bool:
-        """Whether tensors hold all experts of a layer; False for an adapter without experts."""
+        """True if tensors hold all experts of a layer; False for an adapter without experts."""
         return any(expert.expert is None for expert in self.experts)
 
     def for_experts(self, local_experts: range | None = None) -> "MatchedTensors":

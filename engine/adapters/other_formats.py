@@ -49,9 +49,7 @@ def load_pickled(name: str, raw: bytes, bounds: AdapterBounds) -> dict[str, torc
             f"{name} contains more than tensors, or is damaged: {str(error)[:200]!a}"
         ) from None
     if not isinstance(content, Mapping):
-        raise AdapterUnsound(
-            f"{name} contains a {type(content).__name__}; a dict of tensors is needed"
-        )
+        raise AdapterUnsound(f"{name} must contain a dict of tensors, got {type(content).__name__}")
     return _plain_tensors(content, name, bounds)
 
 
@@ -170,6 +168,6 @@ def _tensor(name: object, tensor: object) -> torch.Tensor:
     )
     if not is_plain or not isinstance(tensor, torch.Tensor):
         raise AdapterUnsound(
-            f"{shown(name)} is a {type(tensor).__name__}; a dense CPU tensor with values is needed"
+            f"{shown(name)} must be a dense CPU tensor with values, got {type(tensor).__name__}"
         )
     return tensor.detach()

@@ -39,7 +39,7 @@ _PATTERNS: Final = {
 
 
 class OutputVector(NamedTuple):
-    """One vector of a module; `pair` has its tensor as `a`, and no `b`."""
+    """A per-output scale or bias of a module; `pair` has its tensor as `a`, and no `b`."""
 
     pair: TensorPair
     role: str
@@ -104,7 +104,7 @@ def check_vectors(
 
 
 def _column_for(module: str, role: str, model: AdapterTarget) -> ModuleShape | None:
-    """Return the column that a vector goes to: of a norm's bias it is that of the whole norm."""
+    """Return the column that a vector goes to: of a norm's bias the column of the whole norm."""
     whole = model.modules.get(module + SAVED_SUFFIX)
     is_norm = whole is not None and whole.in_features == 1 and role == BIAS
     return whole if is_norm else model.modules.get(module + AFFINE_SUFFIX)

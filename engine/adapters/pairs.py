@@ -4,8 +4,8 @@ A pair that exists has the rank that its config specifies. `matching` checks it 
 
 PEFT trains some weights for an embedding and for the modules that are tied to it together. With
 `ensure_weight_tying`, a module that is saved whole is saved for all modules of the tie. Rows of
-trained tokens (`trainable_token_indices`) of a tied embedding are those of the head too, unless the
-config has other tokens for the head.
+trained tokens (`trainable_token_indices`) of a tied embedding are the head's too, unless the config
+has other tokens for it.
 """
 
 import math
@@ -38,7 +38,7 @@ _TIED_NAMES: Final = ("embed_tokens", "lm_head")
 class TensorPair(NamedTuple):
     """The names of one module's A `[rank, in]` and B `[out, rank]`, with rank, alpha and scaling.
 
-    For a head they are the weight `[out, in]` and the bias `[out]`, None if it has no bias. For
+    For a replaced module, the weight `[out, in]` and the bias `[out]`, None if it has no bias. For
     trained tokens `a` is their rows `[tokens, in]`, `rank` their number and `token_ids` their ids.
     """
 
@@ -69,7 +69,7 @@ def pair_up(
     """Return the modules whose A and B are present and agree with each other and the config."""
     pairs: list[TensorPair] = []
     for module, found in names.pairs.items():
-        make = _head_pair if found.kind is ModuleKind.HEAD else _module_pair
+        make = _replaced_pair if found.kind is ModuleKind.HEAD else _module_pair
         with problems.collecting():
             pairs.append(make(module, found, tensors, helper))
     return pairs
@@ -108,7 +108,7 @@ def _check_kernel_ranks(module: str, names: PairNames, tensors: Tensors, rank: i
 
 
 def _flat(tensor: HasShape) -> HasShape:
-    """Return the shape of A `[rank, in, *kernel]` or B `[out, rank, 1, ...]` as that of a matrix.
+    """Return the shape of A `[rank, in, *kernel]` or B `[out, rank, 1, ...]` as a matrix.
 
     The kernel has one to three sizes; `size_difference` compares it with the model's.
     """
@@ -148,7 +148,7 @@ def make_pair(
 
 
 def size_difference(pair: TensorPair, shape: ModuleShape, tensors: Tensors) -> str:
-    """Return how a pair's sizes differ from those of its module; empty where they don't."""
+    """Return how a pair's sizes differ from those of its module; empty if they don't."""
     a = list(tensors[pair.a].shape)
     expected = f"in this model it has {shape.in_features} inputs and {shape.out_features} outputs"
     if pair.kind is ModuleKind.HEAD:
@@ -180,7 +180,9 @@ def check_rank_divisible(module: str, rank: int, shard: Shard) -> None:
         )
 
 
-def _head_pair(module: str, names: PairNames, tensors: Tensors, _helper: PEFTHelper) -> TensorPair:
+def _replaced_pair(
+    module: str, names: PairNames, tensors: Tensors, _helper: PEFTHelper
+) -> TensorPair:
     if names.a is None:
         raise AdapterDoesNotFit(f"{module} has a saved bias but no weight; both are needed")
     # A norm has one value per feature, a linear layer or an embedding a matrix.
@@ -189,14 +191,14 @@ def _head_pair(module: str, names: PairNames, tensors: Tensors, _helper: PEFTHel
     bias = weight[:1] if names.b is None else _floating_shape(names.b, tensors[names.b], 1)
     if bias != weight[:1]:
         raise AdapterDoesNotFit(
-            f"{module} has a weight {weight} and a bias {bias}; one value for each label is needed"
+            f"{module} has a weight {weight} and a bias {bias}; they must have equal outputs"
         )
     return TensorPair(module, names.a, names.b, 1, 1.0, 1.0, names.kind)
 
 
 def _floating_shape(name: str, tensor: HasShape, dimensions: int) -> list[int]:
     if not tensor.dtype.is_floating_point:
-        raise AdapterDoesNotFit(f"{name} is {tensor.dtype}; a floating dtype is needed")
+        raise AdapterDoesNotFit(f"{name} must have a floating dtype, got {tensor.dtype}")
     if len(tensor.shape) != dimensions:
         count = "two dimensions are" if dimensions == 2 else "one dimension is"
         raise AdapterDoesNotFit(f"{name} is {list(tensor.shape)}; {count} needed")
@@ -217,7 +219,7 @@ def saved_names(helper: PEFTHelper, model: AdapterTarget | None) -> tuple[str, .
 
 
 def _ties_saved(helper: PEFTHelper) -> bool:
-    """Whether PEFT ties what is saved: it looks for the names of an embedding in the config.
+    """Return whether PEFT ties what is saved: it looks for the names of an embedding in the config.
 
     Of a file that was tied under other names, the head's weight is a changed copy of the base's.
     """

@@ -29,7 +29,7 @@ _SEVEREST_FIRST: Final = (AdapterConfigRefused, AdapterDoesNotFit, NotFinite)
 def shown(value: object) -> str:
     """Return a value from a file as text for an error: ASCII, quoted, shortened.
 
-    Only the parts that are shown are formatted: formatting is one call, which may take long.
+    Only the parts that are shown are formatted: formatting is a single call, which can take long.
     """
     return _shortened(_PARTS.repr(value).encode("ascii", "backslashreplace").decode())
 

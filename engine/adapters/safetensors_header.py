@@ -104,14 +104,16 @@ def _tensor(name: str, entry: Any, data_start: int, bounds: AdapterBounds) -> St
             f"{bounds.name_characters_max} characters"
         )
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name} has {shown(entry)}; dtype, shape and data_offsets are needed")
+        raise ValueError(f"{name} must have dtype, shape and data_offsets, got {shown(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {shown(dtype)}; one of {', '.join(_DTYPES)}")
     if not _are_lengths(shape) or 0 in shape or len(shape) > 8:
         raise ValueError(f"{name} has shape {shown(shape)}; up to 8 lengths of at least 1")
     if not _are_lengths(offsets) or len(offsets) != 2:
-        raise ValueError(f"{name} has data_offsets {shown(offsets)}; start and end are needed")
+        raise ValueError(
+            f"{name} must have data_offsets of a start and an end, got {shown(offsets)}"
+        )
     start, end = offsets
     size_bytes = math.prod(shape) * _DTYPES[dtype].itemsize
     if end - start != size_bytes:
@@ -150,5 +152,5 @@ def _check_metadata(metadata: Any) -> None:
         isinstance(value, str) for value in metadata.values()
     ):
         raise ValueError(
-            f"{_METADATA} is {shown(metadata)}; an object with strings as values is needed"
+            f"{_METADATA} must be an object with strings as values, got {shown(metadata)}"
         )

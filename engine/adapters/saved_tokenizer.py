@@ -29,7 +29,7 @@ VALUES_MAX: Final = 4_000_000
 _CONTENTS_MAX: Final = 64
 
 Vocabulary = Mapping[str, int]
-"""The id of each token, added ones included."""
+"""The id of each token, added tokens included."""
 
 
 class _AddedToken(Struct):
@@ -56,7 +56,7 @@ class _Tokens(Struct):
 
 
 class BaseTokenizer:
-    """The base model's tokens, with which those of adapters are compared.
+    """The base model's tokens, with which adapters' tokens are compared.
 
     `read_vocabulary` returns them, None if they are not known; it is called once. `rows`: the rows
     of the token embedding, 0 if unknown. Threads may use it at the same time.

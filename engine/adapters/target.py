@@ -128,7 +128,7 @@ _RULES: Final = (
     ("orig_to_new_prefix", str.startswith, _replace_first),
     ("orig_to_new_suffix", str.endswith, lambda path, old, new: path.removesuffix(old) + new),
 )
-"""The rules in the order in which they apply: whether one matches a path, and the new path."""
+"""The rules in the order in which they apply: a test of a path, and the new path."""
 
 
 def _mapped(rules: PathRules, path: str) -> str | None:
@@ -177,11 +177,11 @@ class ModulePathResolver:
         self._skipped = tuple(skip_prefixes)
 
     def skips(self, path: str) -> bool:
-        """Whether the path starts with one of `skip_prefixes`."""
+        """Return whether the path starts with one of `skip_prefixes`."""
         return path.startswith(self._skipped)
 
     def drops(self, source: str) -> bool:
-        """Whether the caller's function maps this module's path to nothing."""
+        """Return whether the caller's function maps this module's path to nothing."""
         return self._rename is not None and self._rename(source) is None
 
     def resolve(self, source: str) -> str:
@@ -284,7 +284,7 @@ class AdapterTarget:
     has_module: Callable[[str], bool] = field(default=lambda _: True, compare=False)
 
     def excludes(self, module: str) -> bool:
-        """Whether a module is not adapted because `enable_tower_connector_lora` is off."""
+        """Return whether a module is not adapted because `enable_tower_connector_lora` is off."""
         return module in self.image_layers and not self.lora_config.enable_tower_connector_lora
 
     def path_resolver(

@@ -3,7 +3,7 @@
 PEFT adapts every module whose path is, or ends in, one of `target_modules`, unless another field
 leaves it out, and every parameter that `target_parameters` names in the same way. A file without
 tensors for one of the names is refused. A file without tensors for some of a name's layers is
-served with a warning: it may be one part of several, and may as well be all that was trained.
+served with a warning: it can be a part of several, or all that was trained.
 """
 
 import re
@@ -46,7 +46,7 @@ def check_targets(
     """Add targets without any tensor to `problems`; return warnings about layers without tensors.
 
     `touched`: every module-slice that the file has tensors for. `has_single_experts`: it has
-    tensors per expert. Without them, a name in `target_modules` need not mean experts: where their
+    tensors per expert. Without them, a name in `target_modules` need not mean experts: if their
     weights are fused, PEFT adapts them by `target_parameters` alone.
     """
     parameters = list(_targeted_parameters(touched, helper, model))
@@ -112,7 +112,7 @@ def _candidates(touched: Collection[str], model: AdapterTarget) -> Iterator[Modu
 
 
 def _is_excluded(helper: PEFTHelper, path: str) -> bool:
-    """Whether a module is excluded, or within one that is saved whole."""
+    """Return whether a module is excluded, or within a module that is saved whole."""
     if not suffixes([path]).isdisjoint(helper.exclude_modules):
         return True
     parts = path.split(".")
@@ -128,7 +128,7 @@ def _is_in_chosen_layer(helper: PEFTHelper, path: str) -> bool:
 def layer_of(path: str, lists: Sequence[str]) -> int | None:
     """Return the index of the layer that a module is in; None for a module outside the layers.
 
-    `lists`: names of lists of layers, of which the first one in the path counts. Without any, the
+    `lists`: names of lists of layers, of which the first in the path counts. Without any, the
     first number counts that has two names or more before it.
     """
     parts = path.split(".")

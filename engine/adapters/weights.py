@@ -258,7 +258,7 @@ def _add(  # noqa: PLR0913, PLR0917 - what is known of a tensor
 
 
 class ShardedFile:
-    """Weights files whose tensors are read as those of one; `names` are theirs, for error texts.
+    """Weights files that are read as a single file; `names` are theirs, for error texts.
 
     Each tensor is in one shard. The fingerprint is that of all shards' fingerprints, in the order
     of their names. Raises `AdapterUnsound` for a tensor that is in two shards.

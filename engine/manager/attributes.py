@@ -191,17 +191,17 @@ class ManagerAttributes:
 
     @property
     def is_pooling_model(self) -> bool:
-        """Whether the model embeds or classifies."""
+        """True if the model embeds or classifies."""
         return self._engine.is_pooling_model
 
     @property
     def supports_mm(self) -> bool:
-        """Whether the model reads images."""
+        """True if the model reads images."""
         return self._engine.has_image_part
 
     @property
     def supports_tower_connector_lora(self) -> bool:
-        """Whether adapters apply to the layers that read images."""
+        """True if adapters apply to the layers that read images."""
         return any(part in self._engine.punica_wrappers for part in IMAGE_PARTS)
 
     def get_lora_metrics(self) -> dict[str, Any]:

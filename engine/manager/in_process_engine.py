@@ -85,7 +85,7 @@ class InProcessEngine:
 
     @property
     def heads(self) -> dict[str, HeadWeights]:
-        """The base weights of every classification head, used where an adapter contains none."""
+        """The base weights of every classification head, used if an adapter contains none."""
         return {
             name: layer.base_head()
             for name, layer in self.layers.items()

@@ -23,7 +23,7 @@ from loradock.engine.layers.packed import PackedSlice
 def check_kind(name: str, value: object, kind: type, instead: str = "") -> None:
     """Raise `TypeError` for an argument of another kind; `instead`: what to write for it."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} is a {type(value).__name__}; a {kind.__name__} is needed{instead}")
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}{instead}")
 
 
 def check_model(model: nn.Module) -> None:

@@ -52,7 +52,7 @@ _UNBOUNDED: Final = 1 << 50
 
 _NO_HOST_PLACE: Final = "No free adapter slots"
 _NO_SLOT: Final = "No free lora slots"
-"""What vLLM documents for the same cause, and programs search for."""
+"""Beginnings that vLLM documents for the same causes, and that programs search for."""
 
 
 class ReadAdapter(LoRAModel):
@@ -167,7 +167,7 @@ class LoRAModelManager(ManagerAttributes):
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Remove an adapter from its slot, and end its hold; False if it is in none.
 
-        Warns where there is a hold to end.
+        Warns if there is a hold to end.
         """
         if not self.is_active(adapter_id):
             return False
@@ -235,12 +235,12 @@ class LoRAModelManager(ManagerAttributes):
         return None if adapter is None else self._engine.weights_of(adapter.id)
 
     def is_active(self, adapter_id: int) -> bool:
-        """Whether an adapter is in a slot."""
+        """Return whether an adapter is in a slot."""
         adapter = self.find(adapter_id)
         return adapter is not None and adapter.state == GPU_SLOT
 
     def is_pinned(self, adapter_id: int) -> bool:
-        """Whether an adapter is held."""
+        """Return whether an adapter is held."""
         adapter = self.find(adapter_id)
         return adapter is not None and adapter.held
 
@@ -339,7 +339,7 @@ class LoRAModelManager(ManagerAttributes):
             self.metrics.misses += not is_active
 
     def _request_slot(self, kind: type, adapter_id: int) -> None:
-        """Send a request for a slot of one adapter; raises `NoFreeSlot` where there is none."""
+        """Send a request for a slot of one adapter; raises `NoFreeSlot` if there is none."""
         try:
             self._request_for(kind, adapter_id)
         except NoRoom as error:
@@ -395,7 +395,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
 def _check_positive(sizes: Mapping[str, int]) -> None:
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 def _error_of_refusal(

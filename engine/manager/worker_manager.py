@@ -132,7 +132,7 @@ class WorkerLoRAManager:
         return self.manager.get_dummy_lora_warmup_rank(default_rank)
 
     def supports_tower_connector_lora(self) -> bool:
-        """Whether the model reads images and adapters apply to the layers that do."""
+        """Return whether the model reads images and adapters apply to the layers that do."""
         return self.manager.supports_mm and self.manager.supports_tower_connector_lora
 
     def list_adapters(self) -> set[int]:
@@ -230,7 +230,7 @@ class RequestReader:
         self._stamps: dict[AdapterSource, FileStamps] = {}
 
     def is_stale(self, request: LoRARequest, source: AdapterSource | None) -> bool:
-        """Whether the files of a request have to be read; raises `Conflict` for another path.
+        """Return whether a request's files have to be read; raises `Conflict` for another path.
 
         `source`: of the adapter with the request's id, None for none. With `load_inplace` they are
         read if the path or the files are not those that were read.

@@ -19,7 +19,7 @@ class Copy(Protocol):
     """One copy that was started."""
 
     def is_done(self) -> bool:
-        """Whether it has ended, with or without an error; never blocks."""
+        """Return whether it has ended, with or without an error; never blocks."""
         ...
 
     def wait(self) -> None:
@@ -50,7 +50,7 @@ class ThreadCopy:
         self._future = future
 
     def is_done(self) -> bool:
-        """Whether it has ended; never blocks."""
+        """Return whether it has ended; never blocks."""
         return self._future.done()
 
     def wait(self) -> None:
@@ -89,7 +89,7 @@ class StreamCopy:
         self._source = source
 
     def is_done(self) -> bool:
-        """Whether it has ended; never blocks."""
+        """Return whether it has ended; never blocks."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -159,7 +159,7 @@ class CollectiveCopy:
         self._group = group
 
     def is_done(self) -> bool:
-        """Whether it has ended on every rank."""
+        """Return whether it has ended on every rank."""
         return self._group.all_true(self._copy.is_done())
 
     def wait(self) -> None:

@@ -157,7 +157,7 @@ class Compactor:
     def make_hole(self, size_bytes: int, unmovable: Collection[int]) -> list[int] | None:
         """Slide extents down until there is a hole of `size_bytes`; return the owners that moved.
 
-        Owners in `unmovable` stay. None if there is no such hole without moving one of them;
+        Owners in `unmovable` stay. None if no such hole is possible without moving them;
         then nothing was moved.
         """
         plan = self._extents.plan(size_bytes, unmovable)

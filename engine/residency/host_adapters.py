@@ -34,7 +34,7 @@ class HostAdapter:
 
     `weights`: the model that was read; a blob once it was staged, also after it was unstaged.
     Nothing else may reference them, so that dropping or replacing them frees their memory.
-    `warnings`: those of its check.
+    `warnings`: from its check.
     """
 
     source: LoadWeights
@@ -98,7 +98,7 @@ class CheckedAdapters:
     is dropped is logged, and its load reads and checks the files again.
 
     Of several ranks each keeps its own part, and all drop the same: commands and reports have the
-    same order on all, sizes are equal, and the time is that of rank 0.
+    same order on all, sizes are equal, and the time is rank 0's.
     """
 
     def __init__(

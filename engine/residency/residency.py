@@ -111,7 +111,7 @@ class Residency:
 
     @property
     def is_copying(self) -> bool:
-        """Whether a copy to the device is unfinished; only `collect` finishes it."""
+        """True if a copy to the device is unfinished; only `collect` finishes it."""
         return bool(self._copies)
 
     @property

@@ -42,7 +42,7 @@ __all__ = [
 class Blob:
     """A staged adapter: its data, and the offset in it of each module-slice.
 
-    `data`: 1-D, contiguous, on the host. `offsets`: [columns] int64, in elements, `ABSENT` where
+    `data`: 1-D, contiguous, on the host. `offsets`: [columns] int64, in elements, `ABSENT` if
     the adapter has nothing. `ranks`: [columns] int32, 0 there. The scaling is folded into B.
     """
 
@@ -57,7 +57,7 @@ class Blob:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the data is page-locked."""
+        """True if the data is page-locked."""
         return self.data.is_pinned()
 
     def to_pageable(self) -> "Blob":

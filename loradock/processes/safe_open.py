@@ -74,17 +74,17 @@ class SafeDirectory:
             os.close(place)
 
     def has(self, name: str) -> bool:
-        """Whether there is an entry of this name, of any type."""
+        """Return whether there is an entry of this name, of any type."""
         return is_present(name, self.descriptor)
 
 
 def is_present(name: str, directory: int) -> bool:
-    """Whether an open directory has an entry of this name, of any type."""
+    """Return whether an open directory has an entry of this name, of any type."""
     return _mode_of(name, directory) != 0
 
 
 def is_link(name: str, directory: int) -> bool:
-    """Whether an open directory has a link of this name."""
+    """Return whether an open directory has a link of this name."""
     return stat.S_ISLNK(_mode_of(name, directory))
 
 

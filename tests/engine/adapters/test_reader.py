@@ -191,8 +191,11 @@ DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "both of another rank": (pair(Q, 3) | pair(V), "A [3, 16] and B [16, 3]; the config specifies"),
     "A transposed": (tensors(q_A=ones(16, 4)), "A [16, 4]"),
     "A flat": (tensors(q_A=ones(64)), "[64]; two dimensions"),
-    "whole numbers": (tensors(q_A=ones(4, 16).int()), "torch.int32; a floating dtype"),
-    "bytes": (tensors(q_A=ones(4, 16).bool()), "torch.bool; a floating dtype"),
+    "whole numbers": (
+        tensors(q_A=ones(4, 16).int()),
+        "must have a floating dtype, got torch.int32",
+    ),
+    "bytes": (tensors(q_A=ones(4, 16).bool()), "must have a floating dtype, got torch.bool"),
     "a suffix only": (
         renamed(".layers.0", ""),
         "in this model (2 of 2 modules): model.attn.q_proj",

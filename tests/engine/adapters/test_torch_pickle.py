@@ -166,18 +166,21 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "code": (saved({"x": Evil()}), "contains more than tensors"),
     "code and tensors": (saved(PLAIN | {"x": Evil()}), "contains more than tensors"),
     "a whole model": (saved(torch.nn.Linear(2, 2)), "contains more than tensors"),
-    "a list": (saved(list(PLAIN.values())), "contains a list"),
-    "a tensor": (saved(torch.ones(2)), "contains a Tensor"),
-    "a number": (saved(PLAIN | {"x": 1}), "'x' is a int; a dense CPU tensor"),
-    "a nested dict": (saved({"model": PLAIN}), "'model' is a dict; a dense CPU tensor"),
+    "a list": (saved(list(PLAIN.values())), "must contain a dict of tensors, got list"),
+    "a tensor": (saved(torch.ones(2)), "must contain a dict of tensors, got Tensor"),
+    "a number": (saved(PLAIN | {"x": 1}), "'x' must be a dense CPU tensor with values, got int"),
+    "a nested dict": (
+        saved({"model": PLAIN}),
+        "'model' must be a dense CPU tensor with values, got dict",
+    ),
     "a number for a name": (saved({1: torch.ones(2)}), "has a tensor named 1"),
     "a name of two lines": (saved({"a\nb": torch.ones(2)}), "printable ASCII"),
     "a long name": (saved({"a" * 600: torch.ones(2)}), "at most 512"),
     "a sparse tensor": (
         saved({"x": torch.eye(3).to_sparse()}),
-        "a dense CPU tensor with values is needed",
+        "must be a dense CPU tensor with values",
     ),
-    "an empty tensor": (saved({"x": torch.ones(0, 3)}), "a dense CPU tensor with values is needed"),
+    "an empty tensor": (saved({"x": torch.ones(0, 3)}), "must be a dense CPU tensor with values"),
 }
 
 
