@@ -89,12 +89,11 @@ ROOMS: Final = (
     ),
     # The engine, from the ground up.
     _package("engine", "messages.errors", "torch"),
-    _package("engine.adapters.files", "engine", "torch xxhash"),
     # The only one that imports transformers.
     _package("engine.models.library", "engine", "torch transformers"),
     _package(
         "engine.adapters",
-        "engine engine.adapters.files engine.models.library",
+        "engine engine.models.library processes.safe_open",
         "msgspec torch xxhash",
     ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
@@ -171,14 +170,14 @@ ROOMS: Final = (
     ),
     _package(
         "engine.manager",
-        "messages controller.core engine engine.adapters engine.adapters.files.problems "
+        "messages controller.core engine engine.adapters "
         "engine.kernels.__init__ "
         "engine.residency engine.punica engine.layers engine.models engine.models.vision",
         "structlog torch",
     ),
     _package(
         "engine.worker",
-        "processes messages engine engine.adapters engine.adapters.files.directory "
+        "processes messages engine engine.adapters "
         "engine.residency engine.models engine.models.library engine.inference",
         "msgspec structlog torch",
     ),
@@ -187,7 +186,7 @@ ROOMS: Final = (
     _package("gateway.http", "messages client gateway", "msgspec starlette"),
     _package(
         "gateway.adapters",
-        "messages client gateway gateway.http",
+        "processes.safe_open messages client gateway gateway.http",
         "msgspec starlette structlog",
     ),
     Room(
@@ -247,7 +246,7 @@ PLACES: Final[dict[str, tuple[str, ...]]] = {
     "torchao": ("engine.models.quantization",),
     # An extra: only what runs while tracing is on imports it.
     "opentelemetry": ("messages.traces", "gateway.inference.traces", "engine.worker.spans"),
-    "tensorizer": ("engine.adapters.files.tensorizer_stream",),
+    "tensorizer": ("engine.adapters.other_formats",),
 }
 """Libraries that belong to single modules instead of rooms."""
 
