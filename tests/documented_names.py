@@ -159,7 +159,7 @@ MANAGERS: Final = (
     ),
     DocumentedName(
         "_convert_3d_to_2d_moe_lora",
-        "loradock.engine.adapters.expert_stacks:expert_stacks",
+        "loradock.engine.adapters.experts:expert_stacks",
         "",
         "While the adapter is read, by the columns that this model's experts have.",
     ),
@@ -171,7 +171,7 @@ MANAGERS: Final = (
     ),
     DocumentedName(
         "_get_lora_layer_weights",
-        "loradock.engine.adapters.module_paths:ModulePathResolver.resolve",
+        "loradock.engine.adapters.target:ModulePathResolver.resolve",
         "",
         "Paths with and without the prefix of pooling models are found while an adapter is read "
         "or added, so that layers are found by equal names.",
@@ -234,7 +234,7 @@ MANAGERS: Final = (
     ),
     DocumentedName(
         "WorkerLoRAManager._load_adapter",
-        "loradock.engine.manager.request_reader:RequestReader.read",
+        "loradock.engine.manager.worker_manager:RequestReader.read",
         "request",
         "A method of the reader, because reading has no part in the manager's state; "
         "`add_adapter(request)` reads and adds.",
