@@ -40,11 +40,11 @@ class SupervisorLink(NamedTuple):
     launch_id: str = ""
 
     def restart(self, pid: int) -> None:
-        """Let the supervisor restart an engine, if it is the supervisor's."""
+        """Have the supervisor restart an engine, if it is the supervisor's."""
         self._write(pid)
 
     def stop_all(self) -> None:
-        """Let the supervisor end all processes."""
+        """Have the supervisor end all processes."""
         self._write(STOP_ALL)
 
     def _write(self, pid: int) -> None:
