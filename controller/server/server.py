@@ -49,7 +49,7 @@ from loradock.controller.server.preloads import (
 from loradock.controller.server.queries import Queries
 from loradock.controller.server.sessions import ClientSessions
 from loradock.controller.server.snapshot_process import SnapshotProcess
-from loradock.controller.server.supervision import EngineSupervision, EngineWatch, SupervisorLink
+from loradock.controller.server.supervision import EngineSupervision, SupervisorLink
 from loradock.controller.server.transport import Transport
 from loradock.messages import records, requests
 from loradock.messages.commands import RequestInventory, ResendTokens, StartInference
@@ -110,14 +110,12 @@ class Server:
         self._inputs = InputHandler(controller, opened, config.checked, self._progress)
         self._clock = LogicalClock(world.time_ns, clocks)
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
-        watch = EngineWatch(transport.watch, transport.unwatch)
+        is_local = transport.is_local
         self._supervision = EngineSupervision(
-            self._link, watch, self._supervisor, world, transport.is_local
+            self._link, transport.watch, transport.unwatch, is_local, self._supervisor, world
         )
         self._diagnostics = Diagnostics(world)
-        self._admin = Admin(
-            controller, self._diagnostics, self._link, self._snapshots, transport.is_local
-        )
+        self._admin = Admin(controller, self._diagnostics, self._link, self._snapshots, is_local)
         self._settings_file = SettingsFile(Path(config.directory), config.limits, config.policy)
         self._outbox = Outbox(transport.reply)
         access = transport.access
