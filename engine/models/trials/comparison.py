@@ -1,6 +1,6 @@
 """The comparison of two results of a model, and the refusal of a model whose results differ."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -14,6 +14,12 @@ ERRORS_MAX: Final = {torch.float64: 1e-3, torch.float32: 1e-3}
 
 ERROR_MAX_HALF: Final = 0.1
 """The same for 16-bit models, where rounding alone causes a few hundredths."""
+
+ERRORS_MAX_GENERATED: Final = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""The relative norm by which a row alone may differ from the model's own `generate`.
+
+Both compute the same products, which differ by their rounding alone.
+"""
 
 
 class Compared(NamedTuple):
@@ -65,12 +71,14 @@ def check_same(
     row: str = "a padded row",
     compared: Compared | None = None,
     result: str = "the model can't be batched",
+    errors_max: Mapping[torch.dtype, float] = ERRORS_MAX,
 ) -> None:
     """Raise `ModelRefused` if rows differ from the same rows alone.
 
-    `row` describes them, and `result` what follows from that.
+    `row` describes them, and `result` what follows from that. `errors_max`: the relative norm of
+    the difference that is allowed, by dtype; `ERROR_MAX_HALF` for others.
     """
-    error_max = ERRORS_MAX.get(expected.dtype, ERROR_MAX_HALF)
+    error_max = errors_max.get(expected.dtype, ERROR_MAX_HALF)
     error = relative_difference(found, expected)
     if error <= error_max:
         return

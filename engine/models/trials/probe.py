@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused
 from loradock.engine.models.caches.row_cache import RowCache
-from loradock.engine.models.trials.comparison import Compared, RunFailed, check_same
+from loradock.engine.models.trials.comparison import (
+    ERRORS_MAX_GENERATED,
+    Compared,
+    RunFailed,
+    check_same,
+)
 from loradock.engine.models.trials.difference import Aligned
 from loradock.engine.models.trials.observation import (
     EVERY_TOKEN,
@@ -136,9 +141,8 @@ def _compare(spec: ProbeSpec, together: Tensor, prompts: Prompts, token: int) ->
     if spec.generated is not None:
         steps = steps_after(token)
         own = torch.stack([spec.generated(prompt, steps) for prompt in prompts], dim=1)
-        check_same(
-            alone, own.to(alone), "a cached row", result="it is not what generate() computes"
-        )
+        result = "it is not what generate() computes"
+        check_same(alone, own.to(alone), "a cached row", None, result, ERRORS_MAX_GENERATED)
 
 
 def _compare_whole(

@@ -246,7 +246,7 @@ def test_a_row_that_gave_up_a_block_too_early_is_not_computed(step: int, groups_
 
 
 def test_a_model_is_as_before_after_a_refused_trial() -> None:
-    model = build("gptj")
+    model = build("xglm")
     tokens = list(range(20))
     before = alone(model, tokens), model.model.config._attn_implementation
     with pytest.raises(FlatRefused, match="RowMasks"):
