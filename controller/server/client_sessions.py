@@ -340,7 +340,7 @@ class ClientSessions:
                 case requests.ListAdapters():
                     add(route, self._pages.answer(message, self._access.sees(user)))
                 case requests.ShowAdapter():
-                    add(route, self.control.show_adapter(message))
+                    add(route, self._with_batching(self.control.show_adapter(message)))
                 case requests.ShowStatus():
                     add(route, self.control.with_facts(self._status(user, message)))
                 case requests.FetchEvents():
@@ -349,6 +349,11 @@ class ClientSessions:
                     add(route, self.control.answer(message))
         except Refusal as refusal:
             add(route, refusal.reply(message.request_id))
+
+    def _with_batching(self, reply: requests.AdapterShown) -> requests.AdapterShown:
+        engine, _ = self.engine_beat()
+        found = engine.batching, engine.batching_refusal
+        return replace(reply, batching=found[0], batching_refusal=found[1])
 
     def _fetch_events(self, route: bytes, user: str, message: requests.FetchEvents) -> None:
         def answer(reply: requests.Reply) -> None:

@@ -105,6 +105,10 @@ class CausalModel(ServedModel):
         super().bind(arena, punica, image_punicas)
         self._punica = punica
 
+    def record_refusal(self, reason: str) -> None:
+        """Add the reason why a faster way to run rows was refused, after those of `_prepare`."""
+        self.refusals = (*self.refusals, reason)
+
     @torch.inference_mode()
     def forward(
         self, input_ids: Tensor, cache: Any, images: Sequence[ImageInputs | None] = ()
