@@ -350,10 +350,12 @@ class ClientSessions:
         except Refusal as refusal:
             add(route, refusal.reply(message.request_id))
 
-    def _with_batching(self, reply: requests.AdapterShown) -> requests.AdapterShown:
+    def _with_batching(self, reply: requests.Reply) -> requests.Reply:
+        if not isinstance(reply, requests.AdapterShown):
+            return reply
         engine, _ = self.engine_beat()
-        found = engine.batching, engine.batching_refusal
-        return replace(reply, batching=found[0], batching_refusal=found[1])
+        refusal = engine.batching_refusal
+        return replace(reply, batching=engine.batching, batching_refusal=refusal)
 
     def _fetch_events(self, route: bytes, user: str, message: requests.FetchEvents) -> None:
         def answer(reply: requests.Reply) -> None:

@@ -76,8 +76,7 @@ class Engine:
         residency = self.residency
         slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
         self._inference = choose_scheduler(model, punica, slots, config, report, image_jobs)
-        is_generating = isinstance(model, CausalModel)
-        self._batching: Batching = model.batching if is_generating else ""
+        self._batching: Batching = model.batching if isinstance(model, CausalModel) else ""
         self._batching_refusal = next(iter(model.refusals), "")[:REASON_CHARACTERS_MAX]
         self._preemption = SlotPreemption(self._inference, residency)
         self._seen_operations = SeenOperations()

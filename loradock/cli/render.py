@@ -139,10 +139,10 @@ def _cancelled(reply: CancelDone) -> list[Renderable]:
 
 def _shown(reply: AdapterShown) -> list[Renderable]:
     batching = {"batching": _batching(reply.batching, reply.batching_refusal)}
-    shown = [field_table(_adapter_fields(reply.adapter) | batching)]
-    shown += _warnings(reply.adapter.warnings)
-    for view in reply.retired:
-        shown += [field_table(_adapter_fields(view)), *_warnings(view.warnings)]
+    shown: list[Renderable] = []
+    for view in (reply.adapter, *reply.retired):
+        fields = _adapter_fields(view) | ({} if shown else batching)
+        shown += [field_table(fields), *_warnings(view.warnings)]
     return [*shown, *_failure(reply.failure)]
 
 

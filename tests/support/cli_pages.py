@@ -125,9 +125,7 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
         device="cuda:0",
         dtype="bfloat16",
         counters=AdapterCounters(hits=18, misses=6, wait_ns=3 * 10**9, stalls=2, stall_ns=10**9),
-        engine=EngineStatistics(
-            kv_layout="paged", kv_bytes=3 << 30, kv_bytes_max=12 << 30, batching="paged"
-        ),
+        engine=EngineStatistics(kv_layout="paged", kv_bytes_max=12 << 30, batching="paged"),
         running=1,
     )
     yield "status", renderables(status)

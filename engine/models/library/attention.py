@@ -2,9 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.masking_utils import causal_mask_function
+from transformers import PretrainedConfig, masking_utils, modeling_utils
+
+from loradock.engine.models.library.stand_ins import find
+
+if TYPE_CHECKING:
+    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+    from transformers.modeling_utils import AttentionInterface
 
 __all__ = [
     "AttentionInterface",
@@ -12,6 +18,11 @@ __all__ = [
     "causal_mask_function",
     "use_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of the library's modules, or its stand-in."""
+    return find(modeling_utils if name == "AttentionInterface" else masking_utils, name)
 
 
 @contextmanager

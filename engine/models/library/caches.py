@@ -1,17 +1,24 @@
 """Caches of keys, values and other states, as the library's models use them."""
 
+from typing import TYPE_CHECKING, Any
+
 from transformers import cache_utils
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+
+from loradock.engine.models.library.stand_ins import find
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import (
+        Cache,
+        CacheLayerMixin,
+        DummyLayer,
+        DynamicCache,
+        DynamicIndexedLayer,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer,
+        LinearAttentionLayer,
+    )
 
 __all__ = [
     "Cache",
@@ -27,9 +34,6 @@ __all__ = [
 ]
 
 
-class _NoLayer:
-    """A class that no layer has: before 5.23 every layer of a cache has states."""
-
-
-DummyLayer: type = getattr(cache_utils, "DummyLayer", _NoLayer)
-"""The place of a layer without states in a model's cache."""
+def __getattr__(name: str) -> Any:
+    """Return a name of the library's module, or its stand-in; 5.21 has no `DummyLayer`."""
+    return find(cache_utils, name)

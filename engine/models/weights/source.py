@@ -12,6 +12,7 @@ from loradock.engine.models.library.registry import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from loradock.engine.models.library.stand_ins import NameAbsent
 from loradock.engine.models.weights.saved_shards import NotInParts, SavedShards
 from loradock.engine.parallel import ParameterShard
 
@@ -66,7 +67,7 @@ class WeightsSource(NamedTuple):
         """
         try:
             return self._read_parts(split)
-        except NotInParts:
+        except (NotInParts, NameAbsent):
             model, missing = self.read()
             return split(model), missing
 
