@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from loradock.engine.adapters.weights_mapper import Rename
 from loradock.engine.errors import AdapterDoesNotFit
-from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.library.names import PreTrainedModel
 
 SKIP_PREFIXES: Final = ("mtp.",)
 """Prefixes of layers that a served model does not use: they predict more tokens in training."""

@@ -13,10 +13,10 @@ from torch import nn
 from loradock.engine.config import LORA_DTYPES, QUANTIZATIONS, UNQUANTIZED, EngineConfig
 from loradock.engine.errors import ModelRefused
 from loradock.engine.kernels import CALIBRATED_BYTES_MIN, calibration, faster_dtype
-from loradock.engine.models.library.stand_ins import NameAbsent
-from loradock.engine.models.library.weights import (
+from loradock.engine.models.library.names import (
     BitsAndBytesConfig,
     FineGrainedFP8Config,
+    NameAbsent,
     TorchAoConfig,
 )
 from loradock.engine.parallel import ParallelGroup

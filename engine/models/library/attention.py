@@ -1,28 +1,9 @@
-"""Attention of the library's models: where an implementation of ours is registered and chosen."""
+"""The choice of an attention implementation of ours for a while."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
-from transformers import PretrainedConfig, masking_utils, modeling_utils
-
-from loradock.engine.models.library.stand_ins import find
-
-if TYPE_CHECKING:
-    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
-    from transformers.modeling_utils import AttentionInterface
-
-__all__ = [
-    "AttentionInterface",
-    "AttentionMaskInterface",
-    "causal_mask_function",
-    "use_attention",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Return a name of the library's modules, or its stand-in."""
-    return find(modeling_utils if name == "AttentionInterface" else masking_utils, name)
+from transformers import PretrainedConfig
 
 
 @contextmanager

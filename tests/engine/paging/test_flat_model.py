@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from loradock.engine.config import LoRAConfig
+from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.paging import masks, pieces
 from loradock.engine.paging.block_pool import BLOCK_TOKENS, BlockPool
 from loradock.engine.paging.block_table import BlockTable, blocks_around, blocks_of, root_key
