@@ -13,11 +13,14 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from loradock.engine.adapters.base_copies import HeldWeight
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.module_paths import Equivalence, equivalences_of
-from loradock.engine.adapters.output_vectors import BaseWeights
 from loradock.engine.adapters.saved_tokenizer import BaseTokenizer, Vocabulary
+from loradock.engine.adapters.target import (
+    AdapterTarget,
+    BaseParameter,
+    BaseWeights,
+    Equivalence,
+    equivalences_of,
+)
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import ModelRefused
 from loradock.engine.layers import (
@@ -105,7 +108,7 @@ def _shares(weight: object, other: Tensor) -> bool:
     )
 
 
-def held_weight(module: nn.Module, field: str) -> HeldWeight | None:
+def held_weight(module: nn.Module, field: str) -> BaseParameter | None:
     """Return the part of a parameter that a layer, wrapped or not, has in this process.
 
     None for a quantised layer, and for a part that is not a range of rows.
@@ -119,17 +122,17 @@ def held_weight(module: nn.Module, field: str) -> HeldWeight | None:
     if isinstance(layer, ParallelLinear | VocabParallelEmbedding):
         return _held_by_rank(layer, field, values)
     is_part = isinstance(layer, PackedSlice) and not layer.is_whole
-    return None if is_part else HeldWeight(values, tuple(values.shape))
+    return None if is_part else BaseParameter(values, tuple(values.shape))
 
 
 def _held_by_rank(
     layer: ParallelLinear | VocabParallelEmbedding, field: str, values: Tensor
-) -> HeldWeight | None:
+) -> BaseParameter | None:
     shard = layer.shards.get(field, WHOLE_PARAMETER)
     if shard.dimension or shard.ranges is None or len(shard.ranges) != 1:
         return None
     whole = layer.num_embeddings if isinstance(layer, nn.Embedding) else _whole_rows(layer)
-    return HeldWeight(values, (whole, *values.shape[1:]), shard.ranges[0].start)
+    return BaseParameter(values, (whole, *values.shape[1:]), shard.ranges[0].start)
 
 
 def _whole_rows(layer: Any) -> int:
@@ -237,7 +240,7 @@ class ServedModel:
             tokenizer=BaseTokenizer(self._vocabulary, self.vocab_size),
             token_embedding=self._paths.token_embedding,
             tied=self._paths.tied,
-            held=self._held,
+            base_parameter=self._base_parameter,
             has_module=self._paths.has_module,
         )
 
@@ -256,7 +259,7 @@ class ServedModel:
         vocabulary: Vocabulary | None = None if tokenizer is None else tokenizer.get_vocab()
         return vocabulary
 
-    def _held(self, module: str, field: str) -> HeldWeight | None:
+    def _base_parameter(self, module: str, field: str) -> BaseParameter | None:
         """Return the rows of a module's parameter that this process has; None if unreadable."""
         return held_weight(self.model.get_submodule(module), field)
 
