@@ -75,10 +75,10 @@ def test_pickles_are_loaded_in_one_place_and_as_tensors_only() -> None:
 
 def test_plugins_are_loaded_in_one_place() -> None:
     text = "from importlib.metadata import entry_points"
-    assert ways_to_run_code([source("loradock/gateway/adapters/resolvers.py", text)]) == []
+    assert ways_to_run_code([source("loradock/gateway/adapters/sources.py", text)]) == []
     for path, other in (
-        ("loradock/gateway/adapters/names.py", text),
-        ("loradock/gateway/adapters/resolvers.py", "from importlib import import_module"),
+        ("loradock/gateway/adapters/models.py", text),
+        ("loradock/gateway/adapters/sources.py", "from importlib import import_module"),
     ):
         assert len(ways_to_run_code([source(path, other)])) >= 1
 

@@ -17,9 +17,9 @@ import loradock.engine.manager.worker_manager
 import loradock.engine.models.preparation
 import loradock.engine.punica
 import loradock.engine.residency.staging
-from loradock.controller.server.diagrams import between_marks
 from tests.documented_names import BEGIN, END, SECTIONS, text
 from tests.support.documented_name import DocumentedName
+from tests.support.documents import between_marks
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 NAMES = [name for names in SECTIONS.values() for name in names]
