@@ -113,7 +113,7 @@ ROOMS: Final = (
     _package(
         "engine.adapters",
         "engine engine.adapters.files engine.models.library",
-        "msgspec torch xxhash",
+        "msgspec re2 torch xxhash",
     ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
     _package("engine.kernels.reference", "engine.kernels", "torch"),
