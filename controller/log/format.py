@@ -32,7 +32,7 @@ import xxhash
 
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import Epoch, Seq
-from loradock.messages.records import FORMATS_READ, Header, Record, RecordOfFormat1
+from loradock.messages.records import FORMAT, Header, Record
 from loradock.messages.wire import REPLY_BYTES_MAX
 
 MARKER: Final = b"LDR1"
@@ -47,8 +47,9 @@ _COVERED_FROM: Final = len(MARKER) + 8
 _digest: Final[Callable[[bytes | bytearray], bytes]] = xxhash.xxh3_64_digest
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_header: Final = msgspec.msgpack.Decoder(Header).decode
-_decode_record: Final = msgspec.msgpack.Decoder(Record).decode
-_decode_record_of_format_1: Final = msgspec.msgpack.Decoder(RecordOfFormat1).decode
+
+decode_record: Final = msgspec.msgpack.Decoder(Record).decode
+"""Decodes a record; raises `UNDECODABLE`."""
 
 UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -219,27 +220,22 @@ def read_header(body: bytes, file: Path) -> Header:
     """Decode a segment's header; `LogForeign` for a format that this version can't read."""
     try:
         format_number = _decode_format(body).format
-        if format_number in FORMATS_READ:
+        if format_number == FORMAT:
             return _decode_header(body)
     except UNDECODABLE as error:
         raise LogForeign(f"{file}: its first frame is not a header: {error}") from error
     raise LogForeign(
-        f"{file}: format {format_number}; this version reads {FORMATS_READ}; "
+        f"{file}: format {format_number}; this version reads format {FORMAT}; "
         "use the version that wrote it"
     )
 
 
-def read_record(body: bytes, seq: Seq, file: Path, format_number: int) -> Record:
+def read_record(body: bytes, seq: Seq, file: Path) -> Record:
     """Decode a record; `LogForeign` if this version does not know its message."""
     try:
-        return record_decoder(format_number)(body)
+        return decode_record(body)
     except UNDECODABLE as error:
         raise foreign_record(seq, file, error) from error
-
-
-def record_decoder(format_number: int) -> Callable[[bytes], Record]:
-    """Return the decoder of a format's records, which raises `UNDECODABLE`."""
-    return _decode_old_record if format_number == 1 else _decode_record
 
 
 def foreign_record(seq: Seq, file: Path, error: Exception) -> LogForeign:
@@ -248,11 +244,6 @@ def foreign_record(seq: Seq, file: Path, error: Exception) -> LogForeign:
         f"{file}: record {seq} is intact, but this version can't read it: {error}; "
         "use the version that wrote it"
     )
-
-
-def _decode_old_record(body: bytes) -> Record:
-    old = _decode_record_of_format_1(body)
-    return Record(old.time_ns, old.input, old.digest)
 
 
 class _AnyHeader(msgspec.Struct, array_like=True):

@@ -1,7 +1,7 @@
 """The log's files: a directory of segments, their names, the lock, reading and verification.
 
-Nothing here changes a file. Only the end of the last segment may be torn; other bytes that can't be
-read raise an error, also a last record in which one bit is flipped.
+Nothing here changes a file. Only the end of the last segment can be torn; other bytes that can't be
+read raise an error.
 
 A segment is named after its first record, with twenty digits and `.log`. Other files are not part
 of the log.
@@ -12,7 +12,6 @@ from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from loradock.controller.log.flipped_bits import START_BYTES_MAX, SearchTooLongError, flipped_bit
 from loradock.controller.log.format import (
     CHAIN_START,
     ChainLink,
@@ -26,12 +25,21 @@ from loradock.controller.log.format import (
 )
 from loradock.controller.log.storage import DISK, Storage
 from loradock.messages.ids import Epoch, Seq
-from loradock.messages.records import Header, Record
+from loradock.messages.records import Header, InputSkipped, Record
 
 NumberedRecord = tuple[Seq, Epoch, Record]
 """A record with its number and its epoch."""
 
 _SEGMENT_NAME: Final = re.compile(r"[0-9]{20}\.log")
+_SKIP: Final = InputSkipped.__name__.encode()
+
+
+class LogPosition(NamedTuple):
+    """The place of the next record: a segment, the offset in it, and the chain before it."""
+
+    segment: Seq
+    offset: int
+    link: ChainLink
 
 
 def segment_path(directory: Path, first_seq: Seq) -> Path:
@@ -105,7 +113,7 @@ class Segment:
             return
         for seq, epoch, body in self.frames():
             if seq >= first_seq:
-                yield seq, epoch, read_record(body, seq, self.file, self.header.format)
+                yield seq, epoch, read_record(body, seq, self.file)
 
     def _check_rest(self) -> None:
         rest = len(self.scan.data) - self.scan.offset
@@ -117,22 +125,7 @@ class Segment:
             raise self._damaged("it ends in the middle of a record, but a later segment exists")
         if self.before is None:
             raise self._damaged("its header is incomplete, and there is no segment before it")
-        if reason := self._flipped_reason():
-            raise self._damaged(reason)
         self.torn_bytes = rest
-
-    def _flipped_reason(self) -> str:
-        """Return why the rest is one frame that was written whole, '' if it was not."""
-        scan = self.scan
-        try:
-            flip = flipped_bit(
-                scan.data, scan.offset, scan.link, self.header is None, START_BYTES_MAX
-            )
-        except SearchTooLongError:
-            return "a whole record may be there, too long to search it for a flipped bit"
-        return (
-            f"a whole record is there, in which a bit is flipped at {flip.offset}" if flip else ""
-        )
 
     def _damaged(self, reason: str) -> LogDamaged:
         offset, link = self.scan.offset, self.scan.link
@@ -141,10 +134,40 @@ class Segment:
 
 def walk(directory: Path, first_seq: Seq = 0, storage: Storage = DISK) -> Iterator[Segment]:
     """Yield the segments with records from `first_seq` on; each is checked before the next."""
+    yield from _walk(_paths_from(directory, first_seq, storage), None, storage)
+
+
+def walk_from_start(directory: Path, storage: Storage = DISK) -> Iterator[Segment]:
+    """Yield all segments; raises `LogDamaged` if the log does not begin with record 1."""
     paths = segment_paths(directory, storage)
-    while len(paths) > 1 and int(paths[1].stem) <= first_seq:
-        del paths[0]
-    link: ChainLink | None = None
+    if paths and int(paths[0].stem) != 1:
+        raise _missing(paths[0], 1, "and no snapshot contains it")
+    yield from _walk(paths, None, storage)
+
+
+def walk_after(
+    directory: Path, position: LogPosition, storage: Storage = DISK
+) -> Iterator[Segment]:
+    """Yield the segments with records after `position`; raises `LogDamaged` if some are missing."""
+    paths = [p for p in segment_paths(directory, storage) if int(p.stem) >= position.segment]
+    next_seq = position.link.seq + 1
+    first = paths[0] if paths else segment_path(directory, next_seq)
+    if not paths or int(first.stem) not in (position.segment, next_seq):
+        raise _missing(first, next_seq, "which follows the last snapshot")
+    if int(first.stem) == next_seq != position.segment:
+        # The snapshot ends with the segment before this one, which is no longer needed.
+        yield from _walk(paths, position.link, storage)
+        return
+    segment = Segment(first, None, len(paths) == 1, storage)
+    _skip_to(segment, position)
+    yield segment
+    for _ in segment.frames():
+        pass
+    yield from _walk(paths[1:], segment.scan.link, storage)
+
+
+def _walk(paths: list[Path], link: ChainLink | None, storage: Storage) -> Iterator[Segment]:
+    """Yield segments that continue one another, and `link` if that is known."""
     for path in paths:
         segment = Segment(path, link, path is paths[-1], storage)
         yield segment
@@ -152,6 +175,30 @@ def walk(directory: Path, first_seq: Seq = 0, storage: Storage = DISK) -> Iterat
         for _ in segment.frames():
             pass
         link = segment.scan.link
+
+
+def _skip_to(segment: Segment, position: LogPosition) -> None:
+    """Continue a segment at a position in it: what is before it is not read as records."""
+    if segment.header is None:
+        return
+    if position.offset > len(segment.scan.data):
+        for _ in segment.frames():
+            pass
+        seq = segment.scan.link.seq + 1
+        raise _missing(segment.file, seq, f"but a snapshot contains record {position.link.seq}")
+    segment.scan = Scan(segment.scan.data, position.offset, position.link)
+
+
+def _missing(file: Path, seq: int, why: str) -> LogDamaged:
+    return LogDamaged(file, 0, seq, f"the record is missing, {why}")
+
+
+def _paths_from(directory: Path, first_seq: Seq, storage: Storage) -> list[Path]:
+    """Return the paths of the segments with records from `first_seq` on."""
+    paths = segment_paths(directory, storage)
+    while len(paths) > 1 and int(paths[1].stem) <= first_seq:
+        del paths[0]
+    return paths
 
 
 def segments(
@@ -186,6 +233,23 @@ def read(
     """Yield every record from `first_seq` on; raises as `segments` does."""
     for _, records in segments(directory, first_seq, rules, storage):
         yield from records
+
+
+def skipped_inputs(directory: Path, storage: Storage = DISK, first_seq: Seq = 0) -> frozenset[Seq]:
+    """Return the inputs that records from `first_seq` on skip; raises `LogError`.
+
+    A segment is decoded only if the name of the message occurs in its bytes.
+    """
+    paths = _paths_from(directory, first_seq, storage)
+    found: set[Seq] = set()
+    for path in paths:
+        if _SKIP not in storage.read(path):
+            continue
+        segment = Segment(path, None, path is paths[-1], storage)
+        for _, _, record in segment.records(first_seq):
+            if isinstance(record.input, InputSkipped):
+                found.add(record.input.seq)
+    return frozenset(found)
 
 
 class Verdict(NamedTuple):

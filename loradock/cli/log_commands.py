@@ -124,11 +124,11 @@ def _show_replay(output: "Output", result: "ReplayResult") -> None:
 
 @log_app.command()
 def verify(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """Read the whole log, its snapshots and event files; print their size and their damage.
+    """Read the whole log, its snapshots and events; print their size and their damage.
 
     A torn tail is not damage.
     """
-    from loradock.controller.log.verification import verify as verify_log
+    from loradock.controller.log.repair import verify as verify_log
 
     output = output_of(ctx, as_json)
     with open_log(directory_of(ctx)) as log_directory, output.progress("reading the log"):
@@ -153,7 +153,7 @@ def repair(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Flip a single flipped bit back, or cut the log where its damage begins.
+    """Cut the log where its damage begins.
 
     Damaged segments that no restart needs are only renamed. The damaged file is kept next to the
     log.
@@ -177,27 +177,22 @@ def repair(
 
 _ACTIONS: Final = {
     "cut": "cuts the log",
-    "flip": "flips the bit back",
     "rename": "renames the segments that no restart needs",
 }
 
 
 def _action(plan: "RepairPlan") -> str:
-    if plan.snapshot is not None:
-        return "rename"
-    return "cut" if plan.flip is None else "flip"
+    return "cut" if plan.snapshot is None else "rename"
 
 
 def _plan(plan: "RepairPlan | None", is_damaged: bool, done: bool) -> dict[str, Any]:
     if plan is None:
         return {"damaged": False, "repaired": False}
-    flip = None if plan.flip is None else plan.flip._asdict()
     return {
         "damaged": is_damaged,
         "repaired": done,
         "action": _action(plan),
         **plan._asdict(),
-        "flip": flip,
     }
 
 

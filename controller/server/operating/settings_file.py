@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from loradock.controller.core.eviction import POLICIES
 from loradock.controller.core.limits import Limits, LimitsError, limits_from, limits_to
-from loradock.controller.log.durable_files import write_file
+from loradock.controller.log.storage import write_file
 
 FILE: Final = "settings.json"
 BYTES_MAX: Final = 1 << 20

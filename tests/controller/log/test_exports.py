@@ -1,8 +1,7 @@
 """A log's adapters and goals are carried to a log of any rules, and nothing is imported by halves.
 
-`golden/demo-log` is the log of a demo at the first milestone, of format 1 and rules 1: 720
-generations on eight adapters and three slots, a controller and an engine that were killed. It is
-kept for ever.
+`golden/demo-log` is the log of a demo at the first milestone, of rules 1, in segments of format 2:
+720 generations on eight adapters and three slots, a controller and an engine that were killed.
 """
 
 import json

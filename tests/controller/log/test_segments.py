@@ -15,6 +15,7 @@ from loradock.controller.log.format import (
     LogForeign,
     frame_header,
     frame_records,
+    whole_frames,
 )
 from loradock.controller.log.segments import read, segments, verify
 from loradock.controller.log.writer import Log
@@ -145,17 +146,23 @@ def test_the_only_segment_cut_at_any_byte_of_its_header_is_replaced(tmp_path: Pa
         assert verify(tmp_path).damage is None
 
 
-def test_a_flip_of_any_bit_is_damage_also_in_the_last_record(directory: Path) -> None:
-    """Random bits of whole files; `test_format` and `test_flipped_bits` sweep over every bit."""
+def test_a_flip_of_any_bit_is_damage_before_the_last_record_and_else_a_torn_tail(
+    directory: Path,
+) -> None:
+    """Random bits of whole files; `test_format` sweeps over every bit."""
     rng = Random(fresh_seed())
     for file in files(directory):
         size = file.stat().st_size
-        for offset in {0, size - 1, *(rng.randrange(size) for _ in range(40))}:
+        last = [offset for offset, _ in whole_frames(file.read_bytes(), 0)][-1]
+        for offset in {0, last, size - 1, *(rng.randrange(size) for _ in range(40))}:
             bit = rng.randrange(8)
             flip(file, offset, bit)
-            name, at, _ = damage_in(directory)
-            assert name == file.name
-            assert at <= offset
+            if file == files(directory)[-1] and offset >= last:
+                assert verify(directory)[1:] == (COUNT - 1, 1, COUNT - 1, size - last, None)
+            else:
+                name, at, _ = damage_in(directory)
+                assert name == file.name
+                assert at <= offset
             flip(file, offset, bit)
     assert verify(directory).records == COUNT
 
