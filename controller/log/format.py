@@ -12,7 +12,7 @@ record's `seq` is one more than the last; the header of a segment, which is the 
 file, repeats the last one's.
 
     LogError            the log can't be used
-    ├── LogDamaged      bytes that were written are missing or changed, before the tail
+    ├── LogCorrupt      bytes that were written are missing or changed, before the tail
     ├── LogForeign      written by a format or by rules that this version does not know
     ├── LogBusy         another process writes this log
     ├── LogFull         no space; nothing was written, and a later append may succeed
@@ -60,7 +60,7 @@ class LogError(Exception):
     code = ErrorCode.LOG_UNAVAILABLE
 
 
-class LogDamaged(LogError):
+class LogCorrupt(LogError):
     """Other bytes are in `file` at `offset` (bytes), where record `seq` should be.
 
     `link` is the end of the chain before them; its checksum is empty if that is not known.
@@ -70,7 +70,7 @@ class LogDamaged(LogError):
         self, file: Path, offset: int, seq: Seq, reason: str, link: "ChainLink | None" = None
     ) -> None:
         super().__init__(
-            f"{file}: damaged at offset {offset}, where record {seq} should be: {reason}; "
+            f"{file}: corrupt at offset {offset}, where record {seq} should be: {reason}; "
             "`loradock log repair` shows what can be done"
         )
         self.file, self.offset, self.seq, self.reason = file, offset, seq, reason
@@ -207,7 +207,7 @@ class Scan:
         finally:
             self.offset, self.link = offset, ChainLink(seq, epoch, checksum)
 
-    def damage(self) -> str:
+    def corruption(self) -> str:
         """Return why the rest can't be a torn tail, '' if it can: that has no whole frame."""
         for offset, frame in whole_frames(self.data, self.offset):
             if offset == self.offset:

@@ -1,9 +1,9 @@
 """What an operator does to a log while no server writes it: verify, compact, repair, skip a record.
 
-A repair cuts off the first damage and what follows it. If a valid snapshot begins after the damaged
-segment, no restart needs that one and those before it: they are renamed, and nothing is cut. No
-byte is lost: a changed file replaces the original, whose copy stays next to it with the ending
-`.damaged`. A record after the damage is never moved back into the chain. An interrupted repair
+A repair cuts off the first corruption and what follows it. If a valid snapshot begins after the
+corrupt segment, no restart needs it and the segments before it: they are renamed, and nothing is
+cut. No byte is lost: a changed file replaces the original, whose copy stays next to it with suffix
+`.corrupt`. A record after the corruption is never moved back into the chain. An interrupted repair
 leaves a log that can be repaired again.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from loradock.controller.log.events import EventReader, events_path
-from loradock.controller.log.format import LogDamaged, LogError, LogFull, whole_frames
+from loradock.controller.log.format import LogCorrupt, LogError, LogFull, whole_frames
 from loradock.controller.log.retention import Retention
 from loradock.controller.log.segments import (
     NumberedRecord,
@@ -60,7 +60,7 @@ class LogVerdict(NamedTuple):
 
 
 def verify(directory: Path, storage: Storage = DISK) -> LogVerdict:
-    """Read all files of a log; damage is returned and not raised, and nothing is changed."""
+    """Read all files of a log; corruption is returned and not raised, and nothing is changed."""
     found = verify_segments(directory, storage)
     snapshots = list(verify_snapshots(directory, storage))
     valid = [one for one in snapshots if not one.problem]
@@ -88,7 +88,7 @@ def verify(directory: Path, storage: Storage = DISK) -> LogVerdict:
 def _missing_records(directory: Path, found: Verdict, newest: SnapshotVerdict | None) -> list[str]:
     """Return which records a restart would miss."""
     contained = newest.seq if newest else 0
-    if found.damage is not None or not found.segments:
+    if found.corruption is not None or not found.segments:
         return []
     if found.records and found.first_seq > contained + 1:
         return [
@@ -181,7 +181,7 @@ def _last_header(directory: Path, storage: Storage) -> Header:
 
 
 class RepairPlan(NamedTuple):
-    """A repair of the first damage: `file` is cut at `offset`.
+    """A repair of the first corruption: `file` is cut at `offset`.
 
     `lost_bytes` are cut off, with `lost_records` records that verify alone. `later_files` are then
     renamed: segments, and snapshots that contain lost records. If `snapshot` is not None, nothing
@@ -200,20 +200,20 @@ class RepairPlan(NamedTuple):
 
 
 def repair_plan(directory: Path, storage: Storage = DISK) -> RepairPlan | None:
-    """Return what `repair` would do; None if nothing is damaged."""
-    damage = verify_segments(directory, storage).damage
-    if damage is None:
+    """Return what `repair` would do; None if nothing is corrupt."""
+    corruption = verify_segments(directory, storage).corruption
+    if corruption is None:
         return None
-    plan = RepairPlan(damage.file, damage.offset, damage.seq, damage.reason)
-    snapshot = _snapshot_after(directory, damage.file, storage)
+    plan = RepairPlan(corruption.file, corruption.offset, corruption.seq, corruption.reason)
+    snapshot = _snapshot_after(directory, corruption.file, storage)
     if snapshot is None:
-        return _cut_plan(directory, damage, plan, storage)
-    unneeded = [p for p in segment_paths(directory, storage) if p.name <= damage.file.name]
+        return _cut_plan(directory, corruption, plan, storage)
+    unneeded = [p for p in segment_paths(directory, storage) if p.name <= corruption.file.name]
     return plan._replace(snapshot=snapshot, unneeded_files=tuple(unneeded))
 
 
 def repair(directory: Path, storage: Storage = DISK) -> RepairPlan | None:
-    """Repair the first damage and return the plan; other damage may follow it.
+    """Repair the first corruption and return the plan; other corruption may follow it.
 
     Raises `LogBusy` while a process writes the log, and `LogFull` without space for the copies.
     """
@@ -244,22 +244,22 @@ def _snapshot_after(directory: Path, segment: Path, storage: Storage) -> Path | 
 
 
 def _cut_plan(
-    directory: Path, damage: LogDamaged, plan: RepairPlan, storage: Storage
+    directory: Path, corruption: LogCorrupt, plan: RepairPlan, storage: Storage
 ) -> RepairPlan:
-    later = [path for path in segment_paths(directory, storage) if path.name > damage.file.name]
+    later = [path for path in segment_paths(directory, storage) if path.name > corruption.file.name]
     lost_bytes = lost_records = 0
-    for path in (damage.file, *later):
+    for path in (corruption.file, *later):
         data = storage.read(path)
-        start = damage.offset if path == damage.file else 0
+        start = corruption.offset if path == corruption.file else 0
         lost_bytes += len(data) - start
         # A segment's first frame is its header, not a record.
         lost_records += sum(1 for offset, _ in whole_frames(data, start) if offset > 0)
-    later += [p for p in snapshot_paths(directory, storage) if int(p.stem) >= damage.seq]
+    later += [p for p in snapshot_paths(directory, storage) if int(p.stem) >= corruption.seq]
     return plan._replace(lost_bytes=lost_bytes, lost_records=lost_records, later_files=tuple(later))
 
 
 def _carry_out(plan: RepairPlan, directory_fd: int, storage: Storage) -> None:
-    # The damage itself is removed last: until then `verify` still finds it.
+    # The corruption itself is removed last: until then `verify` still finds it.
     for path in (*plan.later_files, *plan.unneeded_files):
         storage.rename(path, _free_name(path, storage))
     if plan.snapshot is not None:
@@ -288,6 +288,6 @@ def _write(path: Path, data: bytes, storage: Storage) -> None:
 
 def _free_name(path: Path, storage: Storage) -> Path:
     names, number = set(storage.names(path.parent)), 0
-    while (name := f"{path.name}.{number}.damaged") in names:
+    while (name := f"{path.name}.{number}.corrupt") in names:
         number += 1
     return path.with_name(name)

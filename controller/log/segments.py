@@ -16,7 +16,7 @@ from loradock.controller.log.format import (
     CHAIN_START,
     ChainLink,
     LogBusy,
-    LogDamaged,
+    LogCorrupt,
     LogForeign,
     Scan,
     read_header,
@@ -93,10 +93,10 @@ class Segment:
             return
         self.before = self.before or frame.before
         if frame.before != self.before or frame.before.seq != self.first_seq - 1:
-            raise self._damaged("it does not continue the segment before it")
+            raise self._corrupt("it does not continue the segment before it")
         header = read_header(frame.body, self.file)
         if header.first_seq != self.first_seq:
-            raise self._damaged(f"its header specifies {header.first_seq} as its first record")
+            raise self._corrupt(f"its header specifies {header.first_seq} as its first record")
         self.header = header
         self.scan = Scan(self.scan.data, frame.end, frame.link)
 
@@ -119,17 +119,17 @@ class Segment:
         rest = len(self.scan.data) - self.scan.offset
         if self.header is not None and not rest:
             return
-        if reason := self.scan.damage():
-            raise self._damaged(reason)
+        if reason := self.scan.corruption():
+            raise self._corrupt(reason)
         if not self._is_last:
-            raise self._damaged("it ends in the middle of a record, but a later segment exists")
+            raise self._corrupt("it ends in the middle of a record, but a later segment exists")
         if self.before is None:
-            raise self._damaged("its header is incomplete, and there is no segment before it")
+            raise self._corrupt("its header is incomplete, and there is no segment before it")
         self.torn_bytes = rest
 
-    def _damaged(self, reason: str) -> LogDamaged:
+    def _corrupt(self, reason: str) -> LogCorrupt:
         offset, link = self.scan.offset, self.scan.link
-        return LogDamaged(self.file, offset, link.seq + 1, reason, link)
+        return LogCorrupt(self.file, offset, link.seq + 1, reason, link)
 
 
 def walk(directory: Path, first_seq: Seq = 0, storage: Storage = DISK) -> Iterator[Segment]:
@@ -138,7 +138,7 @@ def walk(directory: Path, first_seq: Seq = 0, storage: Storage = DISK) -> Iterat
 
 
 def walk_from_start(directory: Path, storage: Storage = DISK) -> Iterator[Segment]:
-    """Yield all segments; raises `LogDamaged` if the log does not begin with record 1."""
+    """Yield all segments; raises `LogCorrupt` if the log does not begin with record 1."""
     paths = segment_paths(directory, storage)
     if paths and int(paths[0].stem) != 1:
         raise _missing(paths[0], 1, "and no snapshot contains it")
@@ -148,7 +148,7 @@ def walk_from_start(directory: Path, storage: Storage = DISK) -> Iterator[Segmen
 def walk_after(
     directory: Path, position: LogPosition, storage: Storage = DISK
 ) -> Iterator[Segment]:
-    """Yield the segments with records after `position`; raises `LogDamaged` if some are missing."""
+    """Yield the segments with records after `position`; raises `LogCorrupt` if some are missing."""
     paths = [p for p in segment_paths(directory, storage) if int(p.stem) >= position.segment]
     next_seq = position.link.seq + 1
     first = paths[0] if paths else segment_path(directory, next_seq)
@@ -189,8 +189,8 @@ def _skip_to(segment: Segment, position: LogPosition) -> None:
     segment.scan = Scan(segment.scan.data, position.offset, position.link)
 
 
-def _missing(file: Path, seq: int, why: str) -> LogDamaged:
-    return LogDamaged(file, 0, seq, f"the record is missing, {why}")
+def _missing(file: Path, seq: int, why: str) -> LogCorrupt:
+    return LogCorrupt(file, 0, seq, f"the record is missing, {why}")
 
 
 def _paths_from(directory: Path, first_seq: Seq, storage: Storage) -> list[Path]:
@@ -209,7 +209,7 @@ def segments(
 ) -> Iterator[tuple[Header, Iterator[NumberedRecord]]]:
     """Yield each segment's header with its records from `first_seq` on.
 
-    Reading ends before a torn tail. Raises `LogDamaged`, and `LogForeign` for an unknown format or
+    Reading ends before a torn tail. Raises `LogCorrupt`, and `LogForeign` for an unknown format or
     message, or for a rules number that is not in `rules` (if `rules` is not None).
     """
     for segment in walk(directory, first_seq, storage):
@@ -253,20 +253,20 @@ def skipped_inputs(directory: Path, storage: Storage = DISK, first_seq: Seq = 0)
 
 
 class Verdict(NamedTuple):
-    """Content of a log; numbers are 0 for an empty log. Torn bytes of the tail are not damage."""
+    """Content of a log; numbers are 0 for an empty log. A torn tail is not corruption."""
 
     segments: int
     records: int
     first_seq: Seq
     last_seq: Seq
     torn_bytes: int
-    damage: LogDamaged | None
+    corruption: LogCorrupt | None
 
 
 def verify(directory: Path, storage: Storage = DISK) -> Verdict:
-    """Read a whole log; damage is returned and not raised, and nothing is changed."""
+    """Read a whole log; corruption is returned and not raised, and nothing is changed."""
     count = records = first_seq = last_seq = torn_bytes = 0
-    damage = None
+    corruption = None
     try:
         for segment in walk(directory, storage=storage):
             count += 1
@@ -274,6 +274,6 @@ def verify(directory: Path, storage: Storage = DISK) -> Verdict:
                 first_seq = first_seq or last_seq
                 records += 1
             torn_bytes = segment.torn_bytes
-    except LogDamaged as found:
-        damage = found
-    return Verdict(count, records, first_seq, last_seq, torn_bytes, damage)
+    except LogCorrupt as found:
+        corruption = found
+    return Verdict(count, records, first_seq, last_seq, torn_bytes, corruption)

@@ -9,9 +9,10 @@ refused, and so is one that PEFT would refuse or that RE2 would read differently
 import re
 import time
 from collections.abc import Mapping
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-import re2
+if TYPE_CHECKING:
+    import re2
 
 CPU_S_MAX: Final = 5.0
 """Bound on the processor time for the matches of one table; usual tables need milliseconds."""
@@ -26,9 +27,9 @@ _KEY_BYTES_MAX: Final = 1 << 16
 """Bound on the memory of one compiled key: one match takes some milliseconds at most."""
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]+\Z")
-_DIFFERENT: Final = ("[:", "{,", "[[", "--", "&&", "~~")
-"""`[[:alpha:]]` is a class for RE2 and a set for `re`, `{,3}` is literal for RE2 and a repeat for
-`re`, and a later Python may read the others in a set as operators."""
+_DIFFERENT: Final = ("[:", "{,", "[[")
+"""`[[:alpha:]]` is a class for RE2 and a set for `re`, which warns of a nested set; `{,3}` is
+literal for RE2 and a repeat for `re`."""
 
 V = TypeVar("V")
 
@@ -95,6 +96,8 @@ def _matches_plain(key: str, path: str) -> bool:
 
 def _compiled(key: str, bytes_max: int) -> "re2._Regexp":
     """Compile a key; raises `PatternRefused` unless it means the same to PEFT."""
+    import re2  # noqa: PLC0415 - few adapters have patterns
+
     options = re2.Options()
     options.max_mem, options.never_capture, options.log_errors = bytes_max, True, False
     if not key.isascii() or any(part in key for part in _DIFFERENT):

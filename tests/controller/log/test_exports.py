@@ -84,7 +84,7 @@ def test_an_imported_log_is_written_on(tmp_path: Path) -> None:
         log.append([Record(state.time_ns + 1, ControllerStarted(1 << 40))], 1 << 40)
         inventory = EngineInventory("engine", 1, "model", limits.slots_max, 1 << 40)
         log.append([Record(state.time_ns + 2, inventory)], 1 << 40)
-    assert verify(directory).damage is None
+    assert verify(directory).corruption is None
     result = replay(directory, checked=True)
     assert (result.inputs, result.snapshot_seq) == (seq + 2, seq)
     assert result.controller is not None

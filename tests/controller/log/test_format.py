@@ -85,7 +85,7 @@ def test_a_segment_is_read_back(image: Image) -> None:
     bodies = [body for _, _, body in scan.frames()]
     assert [read_record(body, 1, Path("x")) for body in bodies] == image.records
     assert (scan.offset, scan.link.seq) == (len(image.data), COUNT)
-    assert not scan.damage()
+    assert not scan.corruption()
     assert len(list(whole_frames(image.data, 0))) == COUNT + 1
 
 
@@ -96,7 +96,7 @@ def test_a_segment_cut_at_any_byte_has_its_longest_whole_prefix(image: Image) ->
             scan = Scan(image.data[start:cut], 0, link)
             assert next(scan.frames(), None) is None
             assert (scan.offset, scan.link) == (0, link)
-            assert not scan.damage(), f"cut at {cut}"
+            assert not scan.corruption(), f"cut at {cut}"
 
 
 def test_every_flip_of_one_bit_is_detected(image: Image) -> None:
@@ -110,7 +110,7 @@ def test_every_flip_of_one_bit_is_detected(image: Image) -> None:
                 scan = Scan(data, start, link)
                 assert next(scan.frames(), None) is None, f"bit {bit} at {offset} was not detected"
                 # Without a whole frame after it, it can't be told from a torn tail.
-                assert bool(scan.damage()) != is_last, f"bit {bit} at {offset}"
+                assert bool(scan.corruption()) != is_last, f"bit {bit} at {offset}"
                 data[offset] ^= 1 << bit
     assert data == image.data
 
@@ -127,7 +127,7 @@ def test_no_record_in_a_place_that_is_not_its_own_is_accepted(image: Image) -> N
         for frame in (*others, *(frames[place] for frames in foreign)):
             scan = Scan(frame, 0, link)
             assert next(scan.frames(), None) is None, f"record at place {place}"
-            assert "does not continue" in scan.damage()
+            assert "does not continue" in scan.corruption()
             count += 1
     assert count > 100_000
 
@@ -154,14 +154,14 @@ def test_every_flip_in_a_header_is_detected(image: Image) -> None:
         for bit in range(8):
             data[offset] ^= 1 << bit
             assert whole_frame(data, 0) is None
-            assert Scan(data, 0, CHAIN_START).damage()
+            assert Scan(data, 0, CHAIN_START).corruption()
             data[offset] ^= 1 << bit
 
 
 def stopped(data: bytes, image: Image) -> tuple[int, str]:
-    """Return the number of records read, and the damage that stopped the scan."""
+    """Return the number of records read, and the corruption that stopped the scan."""
     scan = Scan(data, image.header_bytes, image.begin)
-    return sum(1 for _ in scan.frames()), scan.damage()
+    return sum(1 for _ in scan.frames()), scan.corruption()
 
 
 def test_bytes_at_the_end_that_are_not_a_record_are_a_torn_tail(image: Image) -> None:
@@ -171,7 +171,7 @@ def test_bytes_at_the_end_that_are_not_a_record_are_a_torn_tail(image: Image) ->
         assert stopped(image.data[:-9] + tail, image) == (COUNT - 1, "")
 
 
-def test_records_out_of_place_are_damage(image: Image) -> None:
+def test_records_out_of_place_are_corruption(image: Image) -> None:
     data, record_places = image.data, image.record_places
     (a, b, _), (_, c, _), (_, d, _) = record_places[100:103]
     last = record_places[-1][0]
@@ -189,11 +189,11 @@ def test_records_out_of_place_are_damage(image: Image) -> None:
         "the end zeroed but for the last": (100, data[:a] + bytes(len(data) - a) + data[c:d]),
     }
     for name, (records, changed) in cases.items():
-        count, damage = stopped(changed, image)
-        assert (count, bool(damage)) == (records, True), name
+        count, corruption = stopped(changed, image)
+        assert (count, bool(corruption)) == (records, True), name
 
 
-def test_a_record_of_another_chain_is_damage(image: Image) -> None:
+def test_a_record_of_another_chain_is_corruption(image: Image) -> None:
     start, end, link = image.record_places[-1]
     for other in (
         ChainLink(link.seq, link.epoch, bytes(8)),
@@ -201,9 +201,9 @@ def test_a_record_of_another_chain_is_damage(image: Image) -> None:
         ChainLink(link.seq - 1, link.epoch, link.checksum),
     ):
         frames, _ = frame_records(image.records[-1:], 1, other)
-        count, damage = stopped(image.data[:start] + frames[0], image)
+        count, corruption = stopped(image.data[:start] + frames[0], image)
         assert count == COUNT - 1
-        assert "does not continue" in damage
+        assert "does not continue" in corruption
     frames, _ = frame_records(image.records[-1:], 0, ChainLink(link.seq, 0, link.checksum))
     assert stopped(image.data[:start] + frames[0], image)[0] == COUNT - 1
     assert end == len(image.data)

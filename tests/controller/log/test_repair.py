@@ -44,7 +44,7 @@ def assert_continues(directory: Path, count: int) -> None:
     assert [record for _, _, record in read(directory)] == make_records(COUNT)[:count]
     with Log.open(directory, HEADER) as log:
         assert log.append(make_records(1), epoch=2) == count + 1
-    assert verify(directory).damage is None
+    assert verify(directory).corruption is None
 
 
 def test_an_intact_log_needs_no_repair(directory: Path) -> None:
@@ -55,27 +55,27 @@ def test_an_intact_log_needs_no_repair(directory: Path) -> None:
     assert contents(directory) == before
 
 
-def test_damage_in_the_middle(directory: Path) -> None:
-    damaged, *later = files(directory)[2:]
+def test_corruption_in_the_middle(directory: Path) -> None:
+    corrupt, *later = files(directory)[2:]
     before = contents(directory)
-    flip(damaged, 600)
+    flip(corrupt, 600)
     with_flip = contents(directory)
     plan = repair_plan(directory)
     assert plan is not None
-    assert (plan.file, plan.later_files) == (damaged, tuple(later))
+    assert (plan.file, plan.later_files) == (corrupt, tuple(later))
     assert plan.offset <= 600
     assert plan.lost_records == COUNT - plan.seq
     assert (
-        plan.lost_bytes == sum(len(before[path.name]) for path in (damaged, *later)) - plan.offset
+        plan.lost_bytes == sum(len(before[path.name]) for path in (corrupt, *later)) - plan.offset
     )
     assert contents(directory) == with_flip, "a plan changes nothing"
 
     assert repair(directory) == plan
     after = contents(directory)
-    assert after.pop(damaged.name) == with_flip[damaged.name][: plan.offset]
-    assert after.pop(f"{damaged.name}.0.damaged") == with_flip[damaged.name]
+    assert after.pop(corrupt.name) == with_flip[corrupt.name][: plan.offset]
+    assert after.pop(f"{corrupt.name}.0.corrupt") == with_flip[corrupt.name]
     for path in later:
-        assert after.pop(f"{path.name}.0.damaged") == with_flip[path.name]
+        assert after.pop(f"{path.name}.0.corrupt") == with_flip[path.name]
     assert after == {path.name: before[path.name] for path in files(directory)[:2]}
     assert_continues(directory, plan.seq - 1)
 
@@ -91,7 +91,7 @@ def test_a_missing_segment(directory: Path) -> None:
     assert_continues(directory, int(lost.stem) - 1)
 
 
-def test_a_damaged_beginning_leaves_an_empty_log(directory: Path) -> None:
+def test_a_corrupt_beginning_leaves_an_empty_log(directory: Path) -> None:
     flip(files(directory)[0], 50)
     plan = repair(directory)
     assert plan is not None
@@ -106,8 +106,8 @@ def test_repairing_twice_keeps_both(directory: Path) -> None:
     assert repair(directory) is not None
     flip(first, 400)
     assert repair(directory) is not None
-    assert (directory / f"{first.name}.0.damaged").exists()
-    assert (directory / f"{first.name}.1.damaged").exists()
+    assert (directory / f"{first.name}.0.corrupt").exists()
+    assert (directory / f"{first.name}.1.corrupt").exists()
     assert repair(directory) is None
 
 
@@ -125,30 +125,30 @@ def test_a_cut_renames_the_snapshots_that_contain_lost_records(directory: Path) 
         path.write_bytes(b"a snapshot")
     assert repair(directory) is not None
     assert [path.exists() for path in snapshots] == [True, False, False]
-    assert (directory / f"{snapshots[1].name}.0.damaged").read_bytes() == b"a snapshot"
+    assert (directory / f"{snapshots[1].name}.0.corrupt").read_bytes() == b"a snapshot"
 
 
-@pytest.mark.parametrize("damaged", [0, 2])
-def test_damaged_segments_that_no_restart_needs_are_renamed_and_nothing_is_cut(
-    tmp_path: Path, damaged: int
+@pytest.mark.parametrize("corrupt", [0, 2])
+def test_corrupt_segments_that_no_restart_needs_are_renamed_and_nothing_is_cut(
+    tmp_path: Path, corrupt: int
 ) -> None:
     directory = tmp_path / "log"
     seq = len(write_history(directory))
     make_snapshot(directory, SnapshotOrder(seq, Retention("keep")))
     digest, segments = replay(directory).digest, files(directory)
-    flip(segments[damaged], 600)
+    flip(segments[corrupt], 600)
     before = contents(directory)
     plan = repair(directory)
     assert plan is not None
     assert (plan.snapshot, plan.lost_bytes) == (directory / f"{seq:020}.snap", 0)
-    assert plan.unneeded_files == tuple(segments[: damaged + 1])
+    assert plan.unneeded_files == tuple(segments[: corrupt + 1])
     assert sorted(contents(directory).values()) == sorted(before.values())
-    assert files(directory) == segments[damaged + 1 :]
-    assert verify(directory).damage is None
+    assert files(directory) == segments[corrupt + 1 :]
+    assert verify(directory).corruption is None
     assert replay(directory).digest == digest
 
 
-def test_a_damaged_segment_after_the_last_snapshot_is_cut(tmp_path: Path) -> None:
+def test_a_corrupt_segment_after_the_last_snapshot_is_cut(tmp_path: Path) -> None:
     directory = tmp_path / "log"
     write_history(directory)
     make_snapshot(directory, SnapshotOrder(10, Retention("keep")))
@@ -168,7 +168,7 @@ def test_without_space_nothing_is_changed() -> None:
     assert storage.read(path) == before
     storage.faults.bytes_max *= 10
     assert repair(path.parent, storage) is not None
-    assert verify(path.parent, storage).damage is None
+    assert verify(path.parent, storage).corruption is None
 
 
 def memory_log(rng: Random | None = None) -> tuple[MemoryStorage, Path]:
@@ -187,7 +187,7 @@ def test_a_repair_that_fails_or_is_interrupted_can_be_done_again() -> None:
         storage, path = memory_log(Random(seed + number))
         whole = storage.read(path)
         storage.flip(path, 600)
-        damaged = storage.read(path)
+        corrupt = storage.read(path)
         calls = len(storage.calls)
         storage.fail_call(calls + number)
         with suppress(LogFull):
@@ -195,10 +195,10 @@ def test_a_repair_that_fails_or_is_interrupted_can_be_done_again() -> None:
         ended = len(storage.calls) <= calls + number
         storage.lose_power()
         kept = [storage.read(path.parent / name) for name in storage.names(path.parent)]
-        assert damaged in kept
+        assert corrupt in kept
         repair(path.parent, storage)
         assert whole.startswith(storage.read(path))
-        assert verify(path.parent, storage).damage is None
+        assert verify(path.parent, storage).corruption is None
         if ended:
             assert number > 6
             return

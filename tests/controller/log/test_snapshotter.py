@@ -278,7 +278,7 @@ def test_files_before_both_snapshots_are_dropped(tmp_path: Path) -> None:
     flip(snapshot_path(directory, 40), 100)
     result = replay(directory)
     assert (result.snapshot_seq, result.inputs) == (20, len(records))
-    assert verify(directory).damage is None
+    assert verify(directory).corruption is None
 
 
 def test_a_single_snapshot_or_keep_drops_nothing(tmp_path: Path) -> None:

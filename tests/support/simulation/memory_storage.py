@@ -297,15 +297,15 @@ class MemoryStorage(Storage):
         """Apply some of the unsynced changes to the disk, the last of them torn."""
         kept = self.rng.randint(0, len(file.changes))
         for change in file.changes[:kept]:
-            self._apply_damaged(change, file.disk)
+            self._apply_corrupt(change, file.disk)
         for change in file.changes[kept : kept + 1]:
             if change.data is not None:
                 torn = change.data[: self.rng.randint(0, len(change.data))]
-                self._apply_damaged(_Change(change.offset, torn), file.disk)
+                self._apply_corrupt(_Change(change.offset, torn), file.disk)
         file.changes.clear()
         file.cache = bytearray(file.disk)
 
-    def _apply_damaged(self, change: _Change, disk: bytearray) -> None:
+    def _apply_corrupt(self, change: _Change, disk: bytearray) -> None:
         if change.data:
             data = bytearray(change.data)
             if self.rng.random() < self.faults.holes:
