@@ -9,9 +9,9 @@ from typing import Final
 
 from msgspec.structs import astuple
 
+from loradock.controller.core.counters import Counters
+from loradock.controller.core.indexes import TIERS, TierName
 from loradock.controller.core.limits import Limits, window_bounds
-from loradock.controller.core.tables.counters import Counters
-from loradock.controller.core.tables.tier_queues import TIERS, TierName
 from loradock.controller.core.world import NO_PRIORITY, RESIDENT, Adapter, World
 from loradock.controller.states.table import RESIDENCY_LEVEL
 from loradock.messages import commands
@@ -80,8 +80,12 @@ def _require(holds: bool, problem: str) -> None:
 
 
 def _check_bounds(world: World, limits: Limits) -> None:
-    """Answers and requests do not exceed their bounds."""
-    answers, pending = len(world.answers), len(world.pending_requests)
+    """Answers and unanswered requests do not exceed their bounds.
+
+    A running one stays pending if it was refused because its bound was lowered.
+    """
+    answers = len(world.answers)
+    pending = sum(1 for one in world.pending_requests.values() if not one.answered)
     _require(answers <= limits.answers_max, f"{answers} answers")
     _require(world.answers.bounds == window_bounds(limits), "the bounds of answers")
     _require(pending <= limits.requests_max, f"{pending} requests")

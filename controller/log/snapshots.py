@@ -21,7 +21,10 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
+from loradock.controller.core.answers import Answer
 from loradock.controller.core.controller import Controller
+from loradock.controller.core.counters import Counters
+from loradock.controller.core.indexes import DigestDict, TierName
 from loradock.controller.core.limits import (
     RULES_READ,
     LimitsError,
@@ -30,10 +33,6 @@ from loradock.controller.core.limits import (
     rules_read,
 )
 from loradock.controller.core.restore import derive
-from loradock.controller.core.tables.answer_windows import Answer
-from loradock.controller.core.tables.counters import Counters
-from loradock.controller.core.tables.digest_dict import DigestDict
-from loradock.controller.core.tables.tier_queues import TierName
 from loradock.controller.core.world import (
     Adapter,
     AttachedEngine,

@@ -8,34 +8,37 @@ applied only by `poll`; so nothing changes during a forward pass.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
 
-from loradock.engine.adapters.checked_files import CheckedFiles
 from loradock.engine.adapters.lora_model import LoadedAdapter
-from loradock.engine.adapters.reader import read_adapter
+from loradock.engine.adapters.reader import KnownFiles, read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import EngineError
 from loradock.engine.inference.admission import SlotTable
 from loradock.engine.inference.meter import Meter
 from loradock.engine.inference.scheduler import check_task, choose_scheduler
 from loradock.engine.jobs import Jobs, ThreadedJobs
+from loradock.engine.memory import allocated_bytes
 from loradock.engine.models.binding import bind_lora, kernels_for
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.parallel import ParallelGroup
-from loradock.engine.residency.device_memory import allocated_bytes
 from loradock.engine.residency.residency import OperationJob, Residency
 from loradock.engine.worker.collective_jobs import CollectiveJobs
 from loradock.engine.worker.preemption import SlotPreemption
 from loradock.engine.worker.seen_operations import SeenOperations
 from loradock.messages import commands, reports
 from loradock.messages.ids import AdapterId, OpId
-from loradock.messages.views import EngineStatistics
+from loradock.messages.views import Batching, EngineStatistics
 
 _Executable = commands.Operation | commands.StopGeneration | commands.ResumeGeneration
+REASON_CHARACTERS_MAX: Final = 400
+"""The most characters of a reason that each heartbeat repeats; the log has all of it."""
+
 EngineCommand = _Executable | commands.ResendTokens
 """The commands of an engine; the worker handles those of the link (beats, inventory requests)."""
 
@@ -57,7 +60,7 @@ class Engine:
         self.engine_id: Final = engine_id
         self._config = config
         arena, punica, self._lora_config = bind_lora(model, lora_config, config.device_bytes_max)
-        self._checked_files = CheckedFiles()
+        self._known_files = KnownFiles()
         self._adapter_target = model.adapter_target(self._lora_config)
         group = self._group = model.group
         self._outbox: list[reports.Report] = []
@@ -73,6 +76,8 @@ class Engine:
         residency = self.residency
         slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
         self._inference = choose_scheduler(model, punica, slots, config, report, image_jobs)
+        self._batching: Batching = model.batching if isinstance(model, CausalModel) else ""
+        self._batching_refusal = next(iter(model.refusals), "")[:REASON_CHARACTERS_MAX]
         self._preemption = SlotPreemption(self._inference, residency)
         self._seen_operations = SeenOperations()
         self._meter = Meter()
@@ -111,9 +116,13 @@ class Engine:
             self._inference.step()
             self._meter.end_step(*self._running_and_waiting())
 
-    def poll(self) -> list[reports.Report]:
-        """Return the reports since the last call, in order."""
+    def poll(self, now_s: float | None = None) -> list[reports.Report]:
+        """Return the reports since the last call, in order.
+
+        `now_s`: rank 0's monotonic time, by which all ranks decide; None for this process's own.
+        """
         self.residency.collect()
+        self.residency.checked.expire(time.monotonic() if now_s is None else now_s)
         self._inference.collect()
         self._preemption.after_step()
         collected = self._outbox.copy()
@@ -148,6 +157,8 @@ class Engine:
             host_bytes=host_bytes,
             pinned_bytes=pinned_bytes,
             allocated_bytes=allocated_bytes(arena.device),
+            batching=kv_use.layout if kv_use.layout == "paged" else self._batching,
+            batching_refusal=self._batching_refusal,
         )
 
     def close(self) -> None:
@@ -218,8 +229,8 @@ class Engine:
             command.adapter,
             allow_pickled=self._config.allow_pickled_weights,
             is_follower=not self._group.is_leader,
-            checked=self._checked_files,
-            is_check=isinstance(command, commands.CheckAdapter),
+            known_files=self._known_files,
+            compares_tokenizer=isinstance(command, commands.CheckAdapter),
         )
 
 

@@ -114,7 +114,6 @@ REFUSED = {
         "[[:alpha:]]",
         "[^[:digit:]]",
         "a{,2}",
-        "[a&&b]",
         "[[a]",
         "\N{LATIN SMALL LETTER LONG S}+",
     ),
