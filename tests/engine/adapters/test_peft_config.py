@@ -103,12 +103,12 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     "pattern unclosed": (
         {"alpha_pattern": {"(q": 1}},
         CONFIG_REFUSED,
-        "is not a pattern: missing )",
+        "can't be used as a pattern: missing )",
     ),
     "pattern lookahead": (
         {"alpha_pattern": {"(?=q)": 1}},
         CONFIG_REFUSED,
-        "'(?=q)' in it; allowed are literals",
+        "'(?=q)' can't be used as a pattern: invalid perl operator",
     ),
     "pattern long": ({"rank_pattern": {"q" * 600: 1}}, CONFIG_REFUSED, "at most 512 characters"),
     **{
