@@ -5,7 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CLIENT_STAMPS := $(VENV)-clients/openai-2/.installed $(VENV)-clients/openai-3/.installed
-TORCH  ?=
+# The newest torch has CUDA's libraries (5 GB); pip finds a build without them for these, if there is
+# one where it looks, and keeps what is installed.
+TORCH  ?= torch>=2.11,<2.14
 RULES  := tests/test_architecture.py tests/test_code_rules.py tests/test_robustness.py
 CORE_TESTS := tests/controller/core tests/controller/states
 ONLY   ?=
@@ -24,13 +26,11 @@ help:  ## list the targets
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)')
+	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $(STAMP)
 
-# pip keeps a torch that is installed: TORCH='torch==2.13.*' chooses a version, or its build without
-# CUDA if pip finds one.
-setup: $(STAMP)  ## make .venv with everything that is needed (TORCH='torch==2.13.*')
+setup: $(STAMP)  ## make .venv with everything that is needed (TORCH='torch==2.15.*')
 
 demo: $(STAMP)  ## eight adapters, three slots, two crashes, one replay: two minutes (KEEP=1)
 	$(BIN)/python -m examples.demo --directory $(DIR) $(if $(KEEP),--keep)
