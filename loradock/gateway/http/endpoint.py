@@ -147,22 +147,33 @@ class Spans(Protocol):
         """Begin the span of a request, below the span that its headers name."""
 
 
+Refusal = Callable[[Endpoint, Scope], Response | None]
+"""Returns the answer to a request that has no access to an endpoint; None if it has."""
+
+
 class EndpointApp:
     """The ASGI application of one endpoint; `spans` None: its requests have no spans."""
 
-    def __init__(self, endpoint: Endpoint, limits: Limits, spans: Spans | None) -> None:
+    def __init__(
+        self, endpoint: Endpoint, limits: Limits, refusal: Refusal, spans: Spans | None
+    ) -> None:
         bytes_max = limits.body_bytes_max
         self._bytes_max: Final = (
             bytes_max if endpoint.has_images else min(bytes_max, TEXT_BYTES_MAX)
         )
         self._timeout_s: Final = limits.receive_timeout_s
         self._endpoint: Final = endpoint
+        self._refusal: Final = refusal
         self._spans: Final = spans if endpoint.span else None
         self._takes_request: Final = "request" in inspect.signature(endpoint.handler).parameters
         self._decoder = None if endpoint.body is None else msgspec.json.Decoder(endpoint.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        refusal = self._refusal(self._endpoint, scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
         try:
             arguments = await self._arguments(scope, receive)
         except Disconnected:

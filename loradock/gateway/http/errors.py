@@ -3,7 +3,7 @@
 The error code of a `LoradockError` is in the message and in the header `X-LoRADock-Code`.
 """
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
@@ -139,18 +139,6 @@ class HttpError(Exception):
         """The JSON body in Anthropic's protocol."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         return AnthropicError(AnthropicErrorInfo(kind, self.message))
-
-
-class FieldProblem(NamedTuple):
-    """A field of a request and why it is refused."""
-
-    field: str
-    message: str
-
-
-def refused_field(problem: FieldProblem) -> HttpError:
-    """Return the error for a field that is not served or has a wrong value."""
-    return HttpError(400, problem.message, problem.field)
 
 
 def model_not_found(name: str) -> HttpError:

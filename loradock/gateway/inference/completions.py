@@ -48,8 +48,6 @@ from loradock.messages.views import TokenLogprob
 MAX_TOKENS_DEFAULT = 16
 """As in the OpenAI protocol."""
 
-PROMPTS_MAX = 2048
-
 IdList = list[TokenId]
 
 
