@@ -1,35 +1,39 @@
 """The table follows the controller: new adapters, lost frames, restarts, and silence."""
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import openai
 import pytest
 
 from loradock.client import EngineGone
 from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
-from tests.support.gateway.served import serve_gateway
+from tests.support.gateway.served import Served, serve_gateway
 from tests.support.simulation.message_examples import example_of
 from tests.support.simulation.standin_controller import StandIn, view
 from tests.support.waiting import HANG_S, wait_until
 
 
 @pytest.fixture
-def gateway(tmp_path):
+def gateway(tmp_path: Path) -> Iterator[Served]:
     with StandIn(tmp_path) as controller, serve_gateway(controller) as served:
         yield served
 
 
-def listed(gateway):
+def listed(gateway: Served) -> list[str]:
     return [card["id"] for card in gateway.get("/v1/models").json()["data"][1:]]
 
 
-def metric(gateway, line):
+def metric(gateway: Served, line: str) -> bool:
     return f"\n{line}\n" in gateway.get("/metrics").text
 
 
-def test_new_and_removed_adapters_are_seen(gateway):
+def test_new_and_removed_adapters_are_seen(gateway: Served) -> None:
     controller = gateway.controller
     controller.adapters["new"] = view("new")
     controller.publish(ev.AdapterAccepted("new", "ab", 8, 100), ev.AdapterCached("new"))
@@ -39,12 +43,12 @@ def test_new_and_removed_adapters_are_seen(gateway):
     wait_until(lambda: "new" not in listed(gateway))
 
 
-def test_lost_frames_are_fetched(gateway):
+def test_lost_frames_are_fetched(gateway: Served) -> None:
     gateway.controller.publish(ev.AdapterEvicted("upper", "policy"), silently=True)
     wait_until(lambda: metric(gateway, 'loradock_evictions_total{reason="policy"} 1.0'))
 
 
-def test_each_event_is_counted_once_over_a_restart(gateway):
+def test_each_event_is_counted_once_over_a_restart(gateway: Served) -> None:
     controller = gateway.controller
     controller.publish(ev.AdapterEvicted("upper", "policy"))
     wait_until(lambda: metric(gateway, 'loradock_evictions_total{reason="policy"} 1.0'))
@@ -53,7 +57,7 @@ def test_each_event_is_counted_once_over_a_restart(gateway):
     wait_until(lambda: metric(gateway, 'loradock_evictions_total{reason="policy"} 2.0'))
 
 
-def test_many_changes_are_read_as_one_list(gateway):
+def test_many_changes_are_read_as_one_list(gateway: Served) -> None:
     controller = gateway.controller
     names = [f"many-{number}" for number in range(500)]
     controller.adapters = {name: view(name, "cpu-cached") for name in names}
@@ -67,12 +71,12 @@ def test_many_changes_are_read_as_one_list(gateway):
 class Answers:
     """A client whose statuses are numbered, and answered once the test lets them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.begun = 0
         self.released = asyncio.Semaphore(0)
         self.fails = False
 
-    async def status(self, timeout_s, *, uses):
+    async def status(self, timeout_s: Any, *, uses: Any) -> Any:
         assert uses
         self.begun += 1
         number = self.begun
@@ -82,13 +86,13 @@ class Answers:
         return msgspec.structs.replace(example_of(rq.StatusShown), seq=number)
 
 
-async def begun(client, count):
+async def begun(client: openai.OpenAI, count: int) -> None:
     while client.begun < count:
         await asyncio.sleep(0)
 
 
-def test_readers_during_one_query_share_the_next():
-    async def main():
+def test_readers_during_one_query_share_the_next() -> None:
+    async def main() -> None:
         client = Answers()
         follower = Follower(client, AdapterTable())
         first = asyncio.create_task(follower.read_status(HANG_S))
@@ -106,8 +110,8 @@ def test_readers_during_one_query_share_the_next():
     asyncio.run(main())
 
 
-def test_a_query_that_fails_is_not_shared():
-    async def main():
+def test_a_query_that_fails_is_not_shared() -> None:
+    async def main() -> None:
         client = Answers()
         follower = Follower(client, AdapterTable())
         client.fails = True
@@ -125,8 +129,8 @@ def test_a_query_that_fails_is_not_shared():
     asyncio.run(main())
 
 
-def test_a_silent_controller_is_not_awaited_for_longer_than_the_bound():
-    async def main():
+def test_a_silent_controller_is_not_awaited_for_longer_than_the_bound() -> None:
+    async def main() -> None:
         follower = Follower(Answers(), AdapterTable())
         found = await asyncio.gather(*(follower.status_now(0.01) for _ in range(100)))
         assert set(found) == {None}
@@ -134,7 +138,9 @@ def test_a_silent_controller_is_not_awaited_for_longer_than_the_bound():
     asyncio.run(main())
 
 
-def test_without_the_controller_its_families_are_absent_and_those_of_the_gateway_stay(tmp_path):
+def test_without_the_controller_its_families_are_absent_and_those_of_the_gateway_stay(
+    tmp_path: Path,
+) -> None:
     with StandIn(tmp_path) as controller, serve_gateway(controller) as served:
         served.post("/v1/completions", {"prompt": "p"})
         present = served.get("/metrics").text

@@ -1,5 +1,7 @@
 """The table of adapters: events applied, counted, kept for readers, and gaps."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -12,13 +14,13 @@ from tests.support.simulation.message_examples import example_of
 from tests.support.simulation.standin_controller import view
 
 
-def a_table(*views, seq=0):
+def a_table(*views: Any, seq: int = 0) -> AdapterTable:
     table = AdapterTable()
     table.reset(rq.AdaptersListed("", views, seq))
     return table
 
 
-def apply(table, *happened):
+def apply(table: AdapterTable, *happened: Any) -> None:
     for event in happened:
         table.apply(ev.Published(table.seq + 1, 0, event))
 
@@ -34,7 +36,7 @@ def apply(table, *happened):
         (ev.AdapterEvicted("a", "policy"), "evicted", -1),
     ],
 )
-def test_an_event_changes_the_state_at_once(event, state, slot):
+def test_an_event_changes_the_state_at_once(event: Any, state: str, slot: int) -> None:
     table = a_table(view("a"), view("b"))
     apply(table, event)
     assert (table.views["a"].state, table.views["a"].slot) == (state, slot)
@@ -42,7 +44,7 @@ def test_an_event_changes_the_state_at_once(event, state, slot):
     assert table.stale == {"a"}
 
 
-def test_holds_are_followed():
+def test_holds_are_followed() -> None:
     table = a_table(view("a"))
     apply(table, ev.AdapterHeld("a"))
     assert table.views["a"].held
@@ -50,7 +52,7 @@ def test_holds_are_followed():
     assert not table.views["a"].held
 
 
-def test_unknown_names_are_read_again_and_removed_ones_forgotten():
+def test_unknown_names_are_read_again_and_removed_ones_forgotten() -> None:
     table = a_table()
     apply(table, ev.AdapterAccepted("new", "ab", 8, 100), ev.AdapterCached("new"))
     assert table.views == {}
@@ -67,7 +69,7 @@ def test_unknown_names_are_read_again_and_removed_ones_forgotten():
     "event",
     [ev.EngineAttached("e", "m"), ev.EngineDetached("e", "killed"), ev.ControllerResumed(2)],
 )
-def test_everything_is_read_again_after_a_restart(event):
+def test_everything_is_read_again_after_a_restart(event: Any) -> None:
     table = a_table(view("a"))
     apply(table, event)
     assert table.needs_list
@@ -78,7 +80,7 @@ def test_everything_is_read_again_after_a_restart(event):
     assert table.seq == 1
 
 
-def test_totals_are_sums_of_events():
+def test_totals_are_sums_of_events() -> None:
     table = a_table(view("a"))
     apply(
         table,
@@ -96,7 +98,7 @@ def test_totals_are_sums_of_events():
     assert (totals.prompt_tokens, totals.output_tokens) == (11, 5)
 
 
-def test_recent_events_are_kept_for_readers():
+def test_recent_events_are_kept_for_readers() -> None:
     table = a_table(seq=10)
     assert table.events_after(10) == ()
     assert table.events_after(9) is None
@@ -110,7 +112,7 @@ def test_recent_events_are_kept_for_readers():
     assert table.events_after(10) is None
 
 
-def test_a_gap_ends_what_readers_can_continue_from():
+def test_a_gap_ends_what_readers_can_continue_from() -> None:
     table = a_table(seq=10)
     apply(table, ev.AdapterCached("a"))
     table.on_gap(19)
@@ -121,16 +123,16 @@ def test_a_gap_ends_what_readers_can_continue_from():
     assert [published.seq for published in table.events_after(19)] == [20]
 
 
-def test_nothing_is_known_before_the_first_list():
+def test_nothing_is_known_before_the_first_list() -> None:
     table = AdapterTable()
     assert table.events_after(0) is None
     assert not table.synced
 
 
-def test_loads_are_measured_from_acceptance_to_the_host():
+def test_loads_are_measured_from_acceptance_to_the_host() -> None:
     table = a_table()
 
-    def at(time_ns, event):
+    def at(time_ns: int, event: Any) -> None:
         table.apply(ev.Published(table.seq + 1, time_ns, event))
 
     at(0, ev.AdapterAccepted("a", "ab", 8, 100))
@@ -146,7 +148,7 @@ def test_loads_are_measured_from_acceptance_to_the_host():
     assert table.totals.load_s.buckets()[-1] == ("+Inf", 1.0)
 
 
-def test_views_that_were_read_are_kept_for_readers():
+def test_views_that_were_read_are_kept_for_readers() -> None:
     table = a_table(view("a"), view("b"))
     count = table.update_count
     assert table.updated_after(count) == []
@@ -160,11 +162,11 @@ def test_views_that_were_read_are_kept_for_readers():
     assert table.updated_after(table.update_count - RECENT_EVENTS) == [view("a")]
 
 
-def a_status(*uses):
+def a_status(*uses: Any) -> Any:
     return msgspec.structs.replace(example_of(rq.StatusShown), uses=uses)
 
 
-def test_requests_are_those_of_the_last_status():
+def test_requests_are_those_of_the_last_status() -> None:
     """No event reports that a request begins to wait, or that it ends to."""
     table = a_table(view("a"), view("b", waiting=4), view("c"))
     table.set_status(a_status(AdapterUse("a", 2, leases=3), AdapterUse("new", -1, waiters=1)))

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from loradock.gateway.http.endpoint import read_body
 from loradock.gateway.http.errors import HttpError
-from tests.support.gateway.served import post_bytes, read_all, serve_gateway
+from tests.support.gateway.served import Served, post_bytes, read_all, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
 PATH = "/v1/completions"
@@ -18,7 +20,7 @@ EVERY_POST = (
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A gateway with small bounds."""
     bounds = {"body_bytes_max": 2000, "header_bytes_max": 4000, "receive_timeout_s": 1}
     with (
@@ -32,23 +34,23 @@ def status_of(answer: bytes) -> int:
     return int(answer.split()[1])
 
 
-def test_a_declared_long_body_is_refused_unread(small):
+def test_a_declared_long_body_is_refused_unread(small: Served) -> None:
     for path in EVERY_POST:
         assert status_of(small.raw(post_bytes(path, b"", length=10**12))) == 413
 
 
-def test_an_undeclared_long_body_is_refused(small):
+def test_an_undeclared_long_body_is_refused(small: Served) -> None:
     chunk = b"3e8\r\n" + b" " * 1000 + b"\r\n"
     head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
     head += "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
     assert status_of(small.raw(head.encode() + chunk * 3 + b"0\r\n\r\n")) == 413
 
 
-def test_a_body_that_does_not_arrive_is_refused(small):
+def test_a_body_that_does_not_arrive_is_refused(small: Served) -> None:
     assert status_of(small.raw(post_bytes(PATH, b'{"prompt"', length=100))) == 408
 
 
-def test_a_long_head_is_refused(small):
+def test_a_long_head_is_refused(small: Served) -> None:
     long = b"a" * 5000
     complete = (
         b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx: " + long + b"\r\n\r\n"
@@ -58,7 +60,7 @@ def test_a_long_head_is_refused(small):
     assert status_of(small.raw(target)) == 431
 
 
-def test_an_endless_head_is_refused(small):
+def test_an_endless_head_is_refused(small: Served) -> None:
     with small.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 2000)
         assert status_of(read_all(connection)) == 431
@@ -68,7 +70,7 @@ def test_an_endless_head_is_refused(small):
     "data",
     [b"\x00\xff\xfe\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"{}\r\n\r\n"],
 )
-def test_what_is_not_http_is_refused(small, data):
+def test_what_is_not_http_is_refused(small: Served, data: Any) -> None:
     assert status_of(small.raw(data)) == 400
 
 
@@ -80,7 +82,7 @@ def test_what_is_not_http_is_refused(small, data):
         *(b'{"prompt": "\\ud800"}', b'{"a": 1}', b"[" * 1000 + b"]" * 1000, b'{"model": {}}'),
     ],
 )
-def test_a_damaged_body_is_refused_everywhere(small, path, body):
+def test_a_damaged_body_is_refused_everywhere(small: Served, path: Any, body: Any) -> None:
     answer = small.raw(post_bytes(path, body))
     assert status_of(answer) == 400
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
@@ -89,22 +91,22 @@ def test_a_damaged_body_is_refused_everywhere(small, path, body):
 
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
-def test_other_types_of_content_are_refused(small, content_type):
+def test_other_types_of_content_are_refused(small: Served, content_type: str) -> None:
     response = small.http.post(PATH, content=b"{}", headers={"content-type": content_type})
     assert response.status_code == 415
     assert response.json()["error"]["type"] == "UnsupportedMediaTypeError"
 
 
-def test_a_charset_is_part_of_the_type(small):
+def test_a_charset_is_part_of_the_type(small: Served) -> None:
     headers = {"content-type": "Application/JSON; charset=utf-8"}
     response = small.http.post(PATH, content=b'{"prompt": "p"}', headers=headers)
     assert response.status_code == 200
 
 
-def test_a_body_of_several_parts_is_joined():
+def test_a_body_of_several_parts_is_joined() -> None:
     parts = [(b"ab", True), (b"c", True), (b"", False)]
 
-    async def receive():
+    async def receive() -> Any:
         body, more = parts.pop(0)
         return {"type": "http.request", "body": body, "more_body": more}
 

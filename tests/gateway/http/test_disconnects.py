@@ -1,6 +1,7 @@
 """A request ends with its client: as the gateway's protocol reports it, and under other servers."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,18 +11,18 @@ from loradock.gateway.http.endpoint import CONNECTION, watch_of
 class Lost:
     """A connection that the test loses."""
 
-    def __init__(self, is_lost=False):
+    def __init__(self, is_lost: bool = False) -> None:
         self.has_received_all = True
         self.watch = None
         self.is_lost = is_lost
 
-    def set_watch(self, watch):
+    def set_watch(self, watch: Any) -> None:
         self.watch = watch
         if watch is not None and self.is_lost:
             watch.on_left()
 
 
-async def watched(scope, receive, work):
+async def watched(scope: Any, receive: Any, work: Any) -> Any:
     """Run `work` as a request does; return whether it ended because its client left."""
     watch = watch_of(scope, receive)
     try:
@@ -35,24 +36,24 @@ async def watched(scope, receive, work):
     return False
 
 
-async def never():
+async def never() -> None:
     await asyncio.Event().wait()
 
 
-async def disconnect():
+async def disconnect() -> Any:
     return {"type": "http.disconnect"}
 
 
-async def no_message():
+async def no_message() -> None:
     await never()
 
 
-def scope_of(connection):
+def scope_of(connection: Any) -> Any:
     return {"extensions": {CONNECTION: connection}}
 
 
-def test_a_lost_connection_ends_its_request():
-    async def main():
+def test_a_lost_connection_ends_its_request() -> None:
+    async def main() -> None:
         connection = Lost()
         task = asyncio.create_task(watched(scope_of(connection), no_message, never()))
         await asyncio.sleep(0)
@@ -64,23 +65,23 @@ def test_a_lost_connection_ends_its_request():
     asyncio.run(main())
 
 
-def test_a_connection_that_was_lost_before_ends_its_request():
+def test_a_connection_that_was_lost_before_ends_its_request() -> None:
     assert asyncio.run(watched(scope_of(Lost(is_lost=True)), no_message, never()))
 
 
 @pytest.mark.parametrize("scope", [{}, {"extensions": {}}, {"extensions": None}])
-def test_without_the_extension_a_message_ends_the_request(scope):
+def test_without_the_extension_a_message_ends_the_request(scope: Any) -> None:
     assert asyncio.run(watched(scope, disconnect, never()))
 
 
 @pytest.mark.parametrize("scope", [{}, scope_of(Lost())])
-def test_a_request_that_ends_in_time_is_not_cancelled(scope):
+def test_a_request_that_ends_in_time_is_not_cancelled(scope: Any) -> None:
     assert not asyncio.run(watched(scope, no_message, asyncio.sleep(0)))
 
 
 @pytest.mark.parametrize("has_left", [False, True])
-def test_a_cancellation_by_the_server_is_not_taken_for_the_client(has_left):
-    async def main():
+def test_a_cancellation_by_the_server_is_not_taken_for_the_client(has_left: bool) -> None:
+    async def main() -> None:
         connection = Lost()
         task = asyncio.create_task(watched(scope_of(connection), no_message, never()))
         await asyncio.sleep(0)

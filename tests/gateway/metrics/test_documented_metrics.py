@@ -1,27 +1,29 @@
 """The table of vLLM's metric families is what a gateway serves."""
 
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from loradock.controller.server.diagrams import between_marks
 from tests.documented_metrics import ADDED, BEGIN, END, METRICS, text
+from tests.support.gateway.served import Served
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "from-vllm.md"
 
 
-def families(served):
+def families(served: Served) -> Any:
     served.post("/v1/completions", {"model": "upper", "prompt": "p"})
     found = text_string_to_metric_families(served.get("/metrics").text)
     return {family.name: family for family in found if family.name.startswith("vllm:")}
 
 
-def test_what_is_served_is_in_the_table_and_nothing_else(served):
+def test_what_is_served_is_in_the_table_and_nothing_else(served: Served) -> None:
     expected = {f"vllm:{one.name}" for one in METRICS if one.scope}
     assert set(families(served)) == expected | {f"vllm:{name}" for name in ADDED}
 
 
-def test_types_and_labels_are_those_of_the_table(served):
+def test_types_and_labels_are_those_of_the_table(served: Served) -> None:
     found = families(served)
     for one in METRICS:
         if one.scope:
@@ -30,12 +32,12 @@ def test_types_and_labels_are_those_of_the_table(served):
             assert (family.type, labels) == (one.kind, {*one.common, *one.labels}), one.name
 
 
-def test_what_is_not_served_has_a_reason_and_no_family_is_listed_twice():
+def test_what_is_not_served_has_a_reason_and_no_family_is_listed_twice() -> None:
     assert all(one.note for one in METRICS if not one.scope)
     assert len({one.name for one in METRICS}) == len(METRICS)
 
 
-def test_the_document_is_up_to_date():
+def test_the_document_is_up_to_date() -> None:
     document = DOCUMENT.read_text()
     written = between_marks(document, BEGIN, END, text())
     assert written == document, "run python -m tests.documented_metrics docs/from-vllm.md"

@@ -3,9 +3,10 @@
 import re
 
 from loradock.gateway.page import PAGE, content_security_policy
+from tests.support.gateway.served import Served
 
 
-def test_the_page_is_served_with_its_policy(served):
+def test_the_page_is_served_with_its_policy(served: Served) -> None:
     response = served.get("/")
     assert response.headers["content-type"].startswith("text/html")
     assert response.text == PAGE.read_text()
@@ -15,7 +16,7 @@ def test_the_page_is_served_with_its_policy(served):
     assert "unsafe" not in policy
 
 
-def test_the_page_refers_to_no_other_host():
+def test_the_page_refers_to_no_other_host() -> None:
     text = PAGE.read_text()
     # The empty icon keeps browsers from requesting one.
     assert re.findall(r"(?:src|href|action)\s*=\s*\S+", text) == ['href="data:,">']
@@ -25,7 +26,7 @@ def test_the_page_refers_to_no_other_host():
     assert re.findall(r"@import|url\(", text) == []
 
 
-def test_the_policy_has_a_digest_per_block():
+def test_the_policy_has_a_digest_per_block() -> None:
     policy = content_security_policy("<script>a</script><style>b</style><script>c</script>")
     assert policy.count("'sha256-") == 3
     assert policy != content_security_policy("<script>x</script><style>b</style>")

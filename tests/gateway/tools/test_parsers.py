@@ -1,7 +1,7 @@
 """Parsers of calls: each format, and that the division of a text never changes its parts."""
 
 import json
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -131,7 +131,7 @@ OUTPUTS = [
 ]
 
 
-def read(parser, pieces):
+def read(parser: Any, pieces: Any) -> Any:
     """Return the text and the calls of an output that arrives in pieces."""
     blocks = Blocks(lambda: "id")
     for piece in pieces:
@@ -142,7 +142,9 @@ def read(parser, pieces):
 
 
 @pytest.mark.parametrize(("name", "output", "text", "calls"), OUTPUTS)
-def test_an_output_is_divided_into_text_and_calls(name, output, text, calls):
+def test_an_output_is_divided_into_text_and_calls(
+    name: Any, output: Any, text: str, calls: Any
+) -> None:
     assert read(FreeCalls(FORMATS[name], SCHEMAS), [output]) == (text, calls)
     assert read(FreeCalls(FORMATS[name], SCHEMAS), output) == (text, calls)
 
@@ -160,7 +162,7 @@ PIECES = st.lists(
 
 @given(name=st.sampled_from(sorted(FORMATS)), pieces=PIECES)
 @example(name="hermes", pieces=["x", " " * 70, "<tool_call>", TIME, "</tool_call>", " " * 70])
-def test_the_division_of_a_text_changes_nothing(name, pieces):
+def test_the_division_of_a_text_changes_nothing(name: Any, pieces: Any) -> None:
     output = "".join(pieces)
     of = FORMATS[name]
     whole = read(FreeCalls(of, SCHEMAS), [output])
@@ -173,7 +175,7 @@ def test_the_division_of_a_text_changes_nothing(name, pieces):
     assert first == (text, calls[:1])
 
 
-def test_a_call_without_end_is_text_from_a_bound_on(monkeypatch):
+def test_a_call_without_end_is_text_from_a_bound_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsers, "CALL_CHARACTERS_MAX", 100)
     parser = FreeCalls(FORMATS["hermes"], SCHEMAS)
     assert parser.add("<tool_call>" + "x" * 90) == []
@@ -201,11 +203,11 @@ FORCED = [
 
 
 @pytest.mark.parametrize(("output", "text", "calls"), FORCED)
-def test_forced_calls_are_read_as_they_are_generated(output, text, calls):
+def test_forced_calls_are_read_as_they_are_generated(output: Any, text: str, calls: Any) -> None:
     assert read(ForcedCalls(), [output]) == read(ForcedCalls(), output) == (text, calls)
 
 
-def test_forced_arguments_are_not_held_back():
+def test_forced_arguments_are_not_held_back() -> None:
     parser = ForcedCalls()
     assert parser.add('[{"name": "time", "parameters": ') == []
     begun, first = parser.add('{"a"')
@@ -213,13 +215,13 @@ def test_forced_arguments_are_not_held_back():
     assert (begun.name, first.text, second.text) == ("time", '{"a"', ": 1")
 
 
-def test_an_output_may_be_the_arguments_of_one_tool():
+def test_an_output_may_be_the_arguments_of_one_tool() -> None:
     assert read(ForcedArguments("time"), ['{"a"', "", ": 1}"]) == ("", [("time", '{"a": 1}')])
     assert read(ForcedArguments("time"), []) == ("", [])
     assert read(PlainText(), ["a", "", "b"]) == ("ab", [])
 
 
-def test_the_format_is_the_one_that_a_template_shows():
+def test_the_format_is_the_one_that_a_template_shows() -> None:
     templates = {
         "hermes": '{{ \'<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' }}',
         "qwen3_coder": "<tool_call>\n<function={{ call.name }}>",
@@ -232,7 +234,7 @@ def test_the_format_is_the_one_that_a_template_shows():
     assert find_format("<|python_tag|>") == "llama3_json"
 
 
-def test_the_option_has_the_formats():
+def test_the_option_has_the_formats() -> None:
     [option] = [
         field
         for field in msgspec.structs.fields(GatewayOptions)
@@ -241,6 +243,6 @@ def test_the_option_has_the_formats():
     assert {*get_args(get_args(option.type)[0])} == {AUTO_PARSER, *FORMATS}
 
 
-def test_arguments_are_json():
+def test_arguments_are_json() -> None:
     for _, output, _, calls in OUTPUTS:
         assert all(isinstance(json.loads(text), dict) for _, text in calls), output
