@@ -128,7 +128,7 @@ histories: $(STAMP)  ## run the core through long random histories (STEPS=500)
 	  $(BIN)/python -m pytest tests/controller/core/test_controller.py -p no:xdist
 
 diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
-	$(BIN)/python -m loradock.controller.server.diagrams ARCHITECTURE.md
+	$(BIN)/python -m tests.life_cycle ARCHITECTURE.md
 	$(BIN)/python -m tests.architecture_rules ARCHITECTURE.md
 
 wire: $(STAMP)  ## write the messages of docs/wire.md

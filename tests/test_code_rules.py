@@ -63,12 +63,12 @@ def test_what_only_looks_like_running_code_is_let_pass() -> None:
 
 def test_pickles_are_loaded_in_one_place_and_as_tensors_only() -> None:
     right = "torch.load(f, weights_only=True)"
-    assert ways_to_run_code([source("engine/adapters/files/torch_pickle.py", right)]) == []
+    assert ways_to_run_code([source("engine/adapters/other_formats.py", right)]) == []
     for path, text in (
         ("engine/adapters/reader.py", right),
-        ("engine/adapters/files/torch_pickle.py", "torch.load(f)"),
-        ("engine/adapters/files/torch_pickle.py", "torch.load(f, weights_only=allowed)"),
-        ("engine/adapters/files/torch_pickle.py", "from torch import load"),
+        ("engine/adapters/other_formats.py", "torch.load(f)"),
+        ("engine/adapters/other_formats.py", "torch.load(f, weights_only=allowed)"),
+        ("engine/adapters/other_formats.py", "from torch import load"),
     ):
         assert len(ways_to_run_code([source(path, text)])) == 1
 

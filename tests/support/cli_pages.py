@@ -28,7 +28,7 @@ from loradock.client.errors import LoradockError
 from loradock.controller.core.limits import FIXED, Limits, limits_to
 from loradock.controller.server.startup.start_checks import Start, StartRefused, check_start
 from loradock.engine.adapters import read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import EngineError
 from loradock.engine.kernels.calibrate import report
 from loradock.engine.kernels.cpu.calibration import Calibration, ProductSpeeds
