@@ -219,7 +219,7 @@ class _Subscription:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._socket.closed
 
     async def receive(self, timeout_s: float) -> bytes | None:

@@ -102,7 +102,7 @@ class Generation(Blocking[AsyncGeneration]):
 
     @property
     def result(self) -> GenerationDone | None:
-        """How it ended and its numbers of tokens; None before the end, or if it failed."""
+        """The reason of its end and its numbers of tokens; None before the end, or if it failed."""
         return self._inner.result
 
     def __iter__(self) -> Iterator[TokensStreamed]:
@@ -310,7 +310,7 @@ class _Subscription:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._socket.closed
 
     async def receive(self, timeout_s: float) -> bytes | None:

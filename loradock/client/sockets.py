@@ -66,7 +66,7 @@ class Keys(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """How to reach a controller: its two addresses, and for a remote one the keys."""
+    """The two addresses of a controller, and the keys of a remote controller."""
 
     requests: str
     events: str
@@ -260,4 +260,4 @@ class Port(ABC):
 
     @abstractmethod
     def _on_change(self, call: ClientCall) -> None:
-        """Note that a call has received output, or is settled."""
+        """Process that a call has received output, or is settled."""

@@ -76,7 +76,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
 
 class _Route(Struct, frozen=True):
-    """What a decorator says of a method; `options` are further fields of its `Endpoint`."""
+    """The arguments of a method's decorator; `options` are further fields of its `Endpoint`."""
 
     method: Literal["GET", "POST"]
     path: str
@@ -327,14 +327,14 @@ def _param_of(message: str) -> str | None:
 
 
 class Connection(Protocol):
-    """What the gateway's HTTP protocol reports of a connection; it executes one request at a time.
+    """A connection of the gateway's HTTP protocol; it executes one request at a time.
 
     Under another server it is missing.
     """
 
     @property
     def has_received_all(self) -> bool:
-        """Whether no request is incomplete, so that reading a body does not wait."""
+        """Return whether no request is incomplete, so that reading a body does not wait."""
 
     def set_watch(self, watch: "Watch | None") -> None:
         """Report the loss of the connection to a watch, at once if it is lost; None: to none."""
@@ -363,7 +363,7 @@ class Watch:
             self._task.cancel()
 
     def take_cancellation(self) -> bool:
-        """Whether the cancellation of the task is this one and no other; it then counts as over."""
+        """Return whether this watch alone cancelled the task; the cancellation is then over."""
         return self._has_left and self._task is not None and self._task.uncancel() == 0
 
     def end(self) -> None:

@@ -182,7 +182,7 @@ def error_response(error: HttpError, shape: Shape = "openai") -> Response:
 def unauthorized_response(shape: Shape = "openai") -> Response:
     """Return the answer to a request without a valid key."""
     if shape == "anthropic":
-        message = "a valid key is needed, as x-api-key or as Authorization: Bearer"
+        message = "send a valid key, as x-api-key or as Authorization: Bearer"
         return error_response(HttpError(401, message), shape)
     content = msgspec.json.encode(UnauthorizedBody())
     headers = {"WWW-Authenticate": "Bearer"}

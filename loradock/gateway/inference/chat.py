@@ -50,7 +50,7 @@ from loradock.gateway.inference.tools import OutputReader, ToolPlan, plan_of
 from loradock.messages.requests import TokensStreamed
 
 MAX_TOKENS_DEFAULT: Final = 128
-"""For a chat that sets no limit, where the context of the model is unknown."""
+"""For a chat that sets no limit, if the context of the model is unknown."""
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +94,7 @@ class AnsweredCall(Struct, frozen=True):
 
 
 class ChatMessage(Struct, frozen=True):
-    """The assistant's message; `content` is null where it consists of calls."""
+    """The assistant's message; `content` is null if it consists of calls."""
 
     content: str | None
     role: str = "assistant"
@@ -127,7 +127,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
 
 
 class CallDelta(Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to the call at place `index`; the first one has its id and name."""
+    """The part of a chunk for the call at place `index`; the first one has its id and name."""
 
     index: int
     function: CalledFunction
@@ -136,7 +136,7 @@ class CallDelta(Struct, frozen=True, omit_defaults=True):
 
 
 class Delta(Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to a message."""
+    """The part of a chunk for a message."""
 
     role: str | None = None
     content: str | None = None
@@ -144,7 +144,7 @@ class Delta(Struct, frozen=True, omit_defaults=True):
 
 
 class ChunkChoice(Struct, frozen=True):
-    """What a chunk adds to a choice."""
+    """The part of a chunk for a choice."""
 
     index: int
     delta: Delta

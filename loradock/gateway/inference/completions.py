@@ -52,7 +52,7 @@ IdList = list[TokenId]
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body: one prompt or a list of them, each a text or token ids."""
+    """The body: a prompt or a list of prompts, each a string or token ids."""
 
     prompt: str | Annotated[list[str | int | IdList], Meta(min_length=1)]
     echo: bool | None = None
@@ -140,7 +140,7 @@ class Completions:
         ]
 
     def _prompts_of(self, body: CompletionRequest, max_tokens: int) -> list[str | list[int]]:
-        """Return the prompts of a request; texts are token ids where the gateway needs these."""
+        """Return the prompts of a request; strings become token ids if the gateway needs these."""
         prompts = prompts_of(body.prompt)
         for prompt in prompts:
             check_length(prompt, self._service.context, "prompt")

@@ -42,7 +42,7 @@ class _Fields(Labels, kw_only=True, forbid_unknown_fields=True):
 
 
 class PoolingRequest(_Fields, kw_only=True, forbid_unknown_fields=True):
-    """The body: one input or a list of them, each a text or token ids."""
+    """The body: an input or a list of inputs, each a string or token ids."""
 
     input: Input
     encoding_format: Encoding | None = None

@@ -194,7 +194,7 @@ class Run:
             async for output in self._read_one(number):
                 await outputs.put(output)
         except LoradockError as error:
-            # Raised again where the outputs are read.
+            # Raised again by the reader of the outputs.
             await outputs.put(error)
 
 

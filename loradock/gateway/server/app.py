@@ -105,7 +105,7 @@ def root_path_of(config: GatewayConfig) -> str:
 
 
 def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bool:
-    """Whether clients may change adapters."""
+    """Return whether clients can change adapters."""
     variable = environment.get(UPDATING_VARIABLE, "").strip().lower()
     return config.allow_runtime_lora_updating or variable in _TRUE
 

@@ -79,7 +79,7 @@ def test_keys_come_from_options_file_and_environment(tmp_path: Path) -> None:
 def test_a_file_without_keys_does_not_open_the_gateway(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\n")
-    with pytest.raises(ValueError, match="no API key"):
+    with pytest.raises(ValueError, match="must contain an API key"):
         configured_keys(GatewayOptions(api_key_file=str(file)), {})
     with pytest.raises(OSError, match="none"):
         configured_keys(GatewayOptions(api_key_file=str(tmp_path / "none")), {})

@@ -345,7 +345,7 @@ def test_a_gateway_without_roots_says_so_once(tmp_path: Path) -> None:
         for name in ("upper", "reverse"):
             assert prompt(served, model=name) == OF_MODEL
     [entry] = [entry for entry in logs if "adapter" in entry]
-    assert "--adapter-root is needed" in entry["event"]
+    assert "start the gateway with --adapter-root" in entry["event"]
 
 
 def test_the_operators_template_precedes_the_adapters(tmp_path: Path) -> None:
