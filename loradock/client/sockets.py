@@ -196,7 +196,7 @@ def forked_error(pid: int) -> RuntimeError:
     )
 
 
-class Limits(NamedTuple):
+class Timeouts(NamedTuple):
     """Default time limits of requests and of inference, in seconds; when frames are repeated."""
 
     timeout_s: float
@@ -208,7 +208,7 @@ class Port(ABC):
     """A session with its socket, and how a client waits for it."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Limits
+        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Timeouts
     ) -> None:
         self.connection: Final = connection
         self.session: Final = Session(

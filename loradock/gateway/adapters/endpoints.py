@@ -60,7 +60,7 @@ class PrefetchAnswer(Struct, frozen=True):
     goal: str
 
 
-class Residency:
+class ModelEndpoints:
     """The endpoints about models and about where adapters are."""
 
     def __init__(

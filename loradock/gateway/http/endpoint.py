@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from loradock.client import LoradockError
 from loradock.gateway.http.errors import HttpError, Shape, error_of, error_response
-from loradock.gateway.http.streams import EventStream, JsonResponse, json_response
+from loradock.gateway.http.streams import JsonResponse, ServerSentEvents, json_response
 from loradock.gateway.recorder import SPAN, RequestSpan
 
 TEXT_BYTES_MAX: Final = 8 << 20
@@ -36,7 +36,7 @@ CHANGES: Final = (400, 403, 404, 409, 429, 503)
 """The statuses of errors of a change to adapters."""
 
 CONNECTION: Final = "loradock.connection"
-"""The name of the ASGI extension in which the gateway's own HTTP protocol is a `Connection`."""
+"""The name of the ASGI extension in which the gateway's own HTTP protocol is a `HttpConnection`."""
 
 _JSON: Final = "application/json"
 
@@ -116,9 +116,9 @@ def endpoints_of(owner: object) -> list[Endpoint]:
 def _endpoint(route: _Route, handler: Handler) -> Endpoint:
     hints = get_type_hints(handler)
     answers = get_args(hints["return"]) or (hints["return"],)
-    kinds = [kind for kind in answers if kind not in (EventStream, Response, str)]
+    kinds = [kind for kind in answers if kind not in (ServerSentEvents, Response, str)]
     # A list and a dictionary have type arguments too.
-    is_union = EventStream in answers and bool(kinds)
+    is_union = ServerSentEvents in answers and bool(kinds)
     answer = kinds[0] if is_union else hints["return"] if kinds else None
     found = {
         "method": route.method,
@@ -133,7 +133,7 @@ def _endpoint(route: _Route, handler: Handler) -> Endpoint:
     return Endpoint(**{**found, **route.options})
 
 
-class Limits(Struct, frozen=True):
+class BodyLimits(Struct, frozen=True):
     """Bounds of what is received."""
 
     body_bytes_max: int
@@ -155,7 +155,7 @@ class EndpointApp:
     """The ASGI application of one endpoint; `spans` None: its requests have no spans."""
 
     def __init__(
-        self, endpoint: Endpoint, limits: Limits, refusal: Refusal, spans: Spans | None
+        self, endpoint: Endpoint, limits: BodyLimits, refusal: Refusal, spans: Spans | None
     ) -> None:
         bytes_max = limits.body_bytes_max
         self._bytes_max: Final = (
@@ -211,7 +211,7 @@ class EndpointApp:
             answer = error_response(error, self._endpoint.shape)
         except LoradockError as error:
             answer = error_response(error_of(error), self._endpoint.shape)
-        if isinstance(answer, EventStream):
+        if isinstance(answer, ServerSentEvents):
             await answer.send(send, only_head=scope["method"] == "HEAD")
         else:
             await _response_of(answer)(scope, receive, send)
@@ -228,7 +228,7 @@ class EndpointApp:
             raise
         finally:
             SPAN.reset(token)
-        if isinstance(answer, EventStream):
+        if isinstance(answer, ServerSentEvents):
             return answer.ended_by(span.end)
         span.end()
         return answer
@@ -326,7 +326,7 @@ def _param_of(message: str) -> str | None:
     return field.partition("`")[0] if separator else None
 
 
-class Connection(Protocol):
+class HttpConnection(Protocol):
     """A connection of the gateway's HTTP protocol; it executes one request at a time.
 
     Under another server it is missing.
@@ -340,7 +340,7 @@ class Connection(Protocol):
         """Report the loss of the connection to a watch, at once if it is lost; None: to none."""
 
 
-def connection_of(scope: Scope) -> Connection | None:
+def connection_of(scope: Scope) -> HttpConnection | None:
     """Return the connection of a request, if the server reports of it."""
     extensions: dict[str, Any] = scope.get("extensions") or {}
     return extensions.get(CONNECTION)
@@ -349,7 +349,7 @@ def connection_of(scope: Scope) -> Connection | None:
 class Watch:
     """Cancels the current task when its client leaves, until `end`."""
 
-    def __init__(self, connection: Connection | None) -> None:
+    def __init__(self, connection: HttpConnection | None) -> None:
         self._task = asyncio.current_task()
         self._has_left = False
         self._connection = connection

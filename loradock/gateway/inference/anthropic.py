@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import EventStream
+from loradock.gateway.http.streams import ServerSentEvents
 from loradock.gateway.inference.answer import Event, EventAnswer
 from loradock.gateway.inference.chat import ChatRequest, Chats
 from loradock.gateway.inference.prompts import (
@@ -316,7 +316,7 @@ class AnthropicMessages:
         self._prompts = prompts
 
     @post("/v1/messages", errors=INFERENCE, has_images=True, shape="anthropic", span="chat")
-    async def create(self, body: MessagesRequest) -> AnthropicAnswer | EventStream:
+    async def create(self, body: MessagesRequest) -> AnthropicAnswer | ServerSentEvents:
         """Continue a chat, as in Anthropic's protocol."""
         chat = await self._chats.start(chat_of(body))
         return await _Answer(self._service, "msg", chat).response(stream=bool(body.stream))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import EventStream
+from loradock.gateway.http.streams import ServerSentEvents
 from loradock.gateway.inference.answer import Chat, InferenceAnswer
 from loradock.gateway.inference.logprobs import (
     ChatLogprobs,
@@ -35,8 +35,8 @@ from loradock.gateway.inference.sampling import (
     truncation_of,
 )
 from loradock.gateway.inference.service import (
+    GenerationStart,
     Service,
-    Start,
     TokenIds,
     Usage,
     UsageCount,
@@ -179,7 +179,7 @@ class Chats:
         self._prompts = prompts
 
     @post("/v1/chat/completions", errors=INFERENCE, has_images=True, span="chat")
-    async def complete(self, body: ChatRequest) -> ChatCompletion | EventStream:
+    async def complete(self, body: ChatRequest) -> ChatCompletion | ServerSentEvents:
         """Continue a chat.
 
         The answer has all messages, or is a stream of chunks.
@@ -219,7 +219,9 @@ class Chats:
         answer_id = random_id("chatcmpl")
         return rendered(answer_id, start.prompt, start.sampling, body)
 
-    async def _start_of(self, body: ChatRequest, files: ModelFiles) -> tuple[Start, ToolPlan]:
+    async def _start_of(
+        self, body: ChatRequest, files: ModelFiles
+    ) -> tuple[GenerationStart, ToolPlan]:
         found = await self._prompts.prompt_of(body, files)
         prompt = _shortened(found.prompt, body, self._service.context)
         tokens = None if isinstance(prompt, str) else len(prompt)
@@ -231,7 +233,7 @@ class Chats:
         sampling |= _sampling_of_calls(
             plan, body, files.tokenizer, has_structure="structure" in sampling
         )
-        return Start(prompt, sampling, found.images), plan
+        return GenerationStart(prompt, sampling, found.images), plan
 
     def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None, default: int | None) -> int:
         limit = body.max_completion_tokens or body.max_tokens

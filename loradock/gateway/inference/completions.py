@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import EventStream
+from loradock.gateway.http.streams import ServerSentEvents
 from loradock.gateway.inference.answer import InferenceAnswer
 from loradock.gateway.inference.logprobs import (
     CharacterCount,
@@ -30,8 +30,8 @@ from loradock.gateway.inference.sampling import (
     truncation_of,
 )
 from loradock.gateway.inference.service import (
+    GenerationStart,
     Service,
-    Start,
     TokenIds,
     Usage,
     UsageCount,
@@ -95,7 +95,7 @@ class Completions:
         self._service = service
 
     @post("/v1/completions", errors=INFERENCE, span="text_completion")
-    async def complete(self, body: CompletionRequest) -> Completion | EventStream:
+    async def complete(self, body: CompletionRequest) -> Completion | ServerSentEvents:
         """Continue prompts.
 
         The answer has all texts, or is a stream of chunks.
@@ -109,7 +109,7 @@ class Completions:
         echoes = self._echoes(body, prompts) if body.echo else []
         usage = self._usage(body, prompts)
         starts = [
-            Start(tuple(prompt) if isinstance(prompt, list) else prompt, sampling)
+            GenerationStart(tuple(prompt) if isinstance(prompt, list) else prompt, sampling)
             for prompt in prompts
         ]
         run = await service.start(adapter, starts, count)

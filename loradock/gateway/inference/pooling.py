@@ -163,7 +163,7 @@ class Reranked(Struct, frozen=True):
     results: list[RerankResult]
 
 
-class Pooling:
+class PoolingEndpoints:
     """The endpoints."""
 
     def __init__(self, service: Service) -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import EventStream
+from loradock.gateway.http.streams import ServerSentEvents
 from loradock.gateway.inference.answer import Chat, Event, EventAnswer
 from loradock.gateway.inference.chat import ChatRequest, Chats
 from loradock.gateway.inference.prompts import (
@@ -427,7 +427,7 @@ class Responses:
         self._chats = chats
 
     @post("/v1/responses", errors=INFERENCE, has_images=True, span="chat")
-    async def create(self, body: ResponsesRequest) -> ResponseAnswer | EventStream:
+    async def create(self, body: ResponsesRequest) -> ResponseAnswer | ServerSentEvents:
         """Continue a chat, as in the Responses protocol."""
         chat = await self._chats.start(chat_of(body))
         return await _Answer(self._service, chat, body).response(stream=bool(body.stream))

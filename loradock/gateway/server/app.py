@@ -12,8 +12,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loradock.gateway.adapters.endpoints import AdapterUpdates, Residency
-from loradock.gateway.http.endpoint import Endpoint, EndpointApp, Limits, endpoints_of, header_of
+from loradock.gateway.adapters.endpoints import AdapterUpdates, ModelEndpoints
+from loradock.gateway.http.endpoint import (
+    BodyLimits,
+    Endpoint,
+    EndpointApp,
+    endpoints_of,
+    header_of,
+)
 from loradock.gateway.http.errors import HttpError, error_response, unauthorized_response
 from loradock.gateway.http.openapi import openapi_document
 from loradock.gateway.http.security import ApiKeys, allowed_hosts, configured_keys, with_cors
@@ -21,7 +27,7 @@ from loradock.gateway.http.streams import json_response
 from loradock.gateway.inference.anthropic import AnthropicMessages
 from loradock.gateway.inference.chat import Chats
 from loradock.gateway.inference.completions import Completions
-from loradock.gateway.inference.pooling import Pooling
+from loradock.gateway.inference.pooling import PoolingEndpoints
 from loradock.gateway.inference.prompts import ChatPrompts
 from loradock.gateway.inference.responses import Responses
 from loradock.gateway.inference.tokens import TokenizerInfo, Tokens
@@ -50,8 +56,8 @@ def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -
     async def openapi(_: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    refusal = Access(keys, updating=updating).refusal
-    limits = Limits(config.body_bytes_max, float(config.receive_timeout_s))
+    refusal = AccessCheck(keys, updating=updating).refusal
+    limits = BodyLimits(config.body_bytes_max, float(config.receive_timeout_s))
     apps = [(one, EndpointApp(one, limits, refusal, gateway.spans)) for one in table]
     routes = [Route(one.path, app, methods=[one.method]) for one, app in apps]
     app = Starlette(
@@ -82,10 +88,10 @@ def _owners(gateway: Gateway) -> list[object]:
         chats,
         Responses(service, chats),
         AnthropicMessages(service, chats, prompts),
-        Pooling(service),
+        PoolingEndpoints(service),
         Tokens(service, ChatPrompts(())),
         *((TokenizerInfo(service),) if config.enable_tokenizer_info_endpoint else ()),
-        Residency(client, table, names, service.context),
+        ModelEndpoints(client, table, names, service.context),
         AdapterUpdates(client, table, names),
         Health(client, gateway.recorder),
         Info(config),
@@ -135,7 +141,7 @@ class ExactPaths:
             raise
 
 
-class Access:
+class AccessCheck:
     """The access of requests to endpoints: with a valid key, and while adapters can be changed."""
 
     def __init__(self, keys: ApiKeys, *, updating: bool) -> None:
