@@ -145,14 +145,14 @@ class AccessCheck:
     """The access of requests to endpoints: with a valid key, and while adapters can be changed."""
 
     def __init__(self, keys: ApiKeys, *, updating: bool) -> None:
-        self._keys = keys
+        self._keys = keys if keys.are_needed else None
         self._updating = updating
 
     def refusal(self, endpoint: Endpoint, scope: Scope) -> Response | None:
         """Return the answer to a request without access; None if it has access."""
         if endpoint.access == "public":
             return None
-        if not self._keys.accept(scope):
+        if self._keys is not None and not self._keys.accept(scope):
             return unauthorized_response(endpoint.shape)
         if endpoint.access == "updating" and not self._updating:
             message = (

@@ -205,9 +205,9 @@ def test_what_is_not_served_is_refused_in_the_shape_of_the_protocol(
 
 
 def test_an_unknown_model_and_an_absent_engine_have_their_types(hermes: Served) -> None:
-    response = hermes.post(PATH, {**BODY, "model": "unknown"})
-    assert response.status_code == 404
-    assert response.json()["error"]["type"] == "not_found_error"
+    assert (
+        hermes.refused(PATH, {**BODY, "model": "unknown"}, status=404)["type"] == "not_found_error"
+    )
     refuse(hermes, ErrorCode.ENGINE_GONE)
     response = hermes.post(PATH, BODY)
     assert response.status_code == 503

@@ -60,6 +60,12 @@ class Served:
     def post(self, path: Any, body: Any = None, **headers: Any) -> Any:
         return self.http.post(path, json={} if body is None else body, headers=headers)
 
+    def refused(self, path: str, body: Any = None, status: int = 400) -> Any:
+        """Send a request that is refused with this status, and return its error."""
+        response = self.post(path, body)
+        assert response.status_code == status, response.text
+        return response.json()["error"]
+
     def get(self, path: Any, **headers: Any) -> Any:
         return self.http.get(path, headers=headers)
 
