@@ -36,9 +36,24 @@ CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
 TIME = '{"name": "time", "parameters": {}}'
 ELEMENTS = "\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
 
+# Format, and outputs that are text without calls.
+TEXTS = {
+    "hermes": (
+        *("Hello <b>.", " \n ", " " * 200 + "x", "a <tool_call> b <tool_call> c"),
+        *("<tool_call>{'a'}</tool_call>", f"a <tool_call>{CALL[:-3]}"),
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>',
+        f"<tool_call>{'[' * 100_000}</tool_call>",
+    ),
+    "llama3_json": (f"See: {TIME}", '{"answer": 1}', "<|python_tag|>print(1)"),
+    "mistral": ("[TOOL_CALLS]weather{", "[1] is [TOOL"),
+    "qwen3_coder": (f"<tool_call>{CALL}</tool_call>",),
+}
+
 # Format, output, the text of the answer, and its calls.
 OUTPUTS = [
-    ("hermes", "Hello <b>.", "Hello <b>.", []),
+    *((name, text, text, []) for name, texts in TEXTS.items() for text in texts),
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [("weather", PARIS)]),
     ("hermes", f"I look.\n<tool_call>{CALL}</tool_call>\n", "I look.", [("weather", PARIS)]),
     (
@@ -50,8 +65,6 @@ OUTPUTS = [
     ("hermes", f"<tool_call>{CALL}</tool_call> Done.", " Done.", [("weather", PARIS)]),
     # The end tag is missing, because it is the model's end token.
     ("hermes", f"<tool_call>{CALL}", "", [("weather", PARIS)]),
-    ("hermes", "<tool_call>{'a'}</tool_call>", "<tool_call>{'a'}</tool_call>", []),
-    ("hermes", f"a <tool_call>{CALL[:-3]}", f"a <tool_call>{CALL[:-3]}", []),
     (
         "hermes",
         f"<tool_call>[{CALL}, {TIME}]</tool_call>",
@@ -60,43 +73,13 @@ OUTPUTS = [
     ),
     (
         "hermes",
-        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
-        [],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>',
-        '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>',
-        [],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>',
-        '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>',
-        [],
-    ),
-    (
-        "hermes",
-        f"<tool_call>{'[' * 100_000}</tool_call>",
-        f"<tool_call>{'[' * 100_000}</tool_call>",
-        [],
-    ),
-    (
-        "hermes",
         '<tool_call>{"name": "time", "arguments": {"a": "x\ny"}}</tool_call>',
         "",
         [("time", '{"a": "x\\ny"}')],
     ),
-    ("hermes", "a <tool_call> b <tool_call> c", "a <tool_call> b <tool_call> c", []),
-    ("hermes", " " * 200 + "x", " " * 200 + "x", []),
-    ("hermes", " \n ", " \n ", []),
     ("llama3_json", f"<|python_tag|>{TIME}", "", [("time", "{}")]),
     ("llama3_json", f" {TIME}; {CALL}", "", [("time", "{}"), ("weather", PARIS)]),
-    ("llama3_json", f"See: {TIME}", f"See: {TIME}", []),
     ("llama3_json", f"See:<|python_tag|>{TIME}", "See:", [("time", "{}")]),
-    ("llama3_json", '{"answer": 1}', '{"answer": 1}', []),
-    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     ("mistral", f"[TOOL_CALLS][{CALL}, {TIME}]", "", [("weather", PARIS), ("time", "{}")]),
     ("mistral", f"[TOOL_CALLS]weather{PARIS}", "", [("weather", PARIS)]),
     (
@@ -105,8 +88,6 @@ OUTPUTS = [
         "Yes",
         [("weather", PARIS), ("time", "{}")],
     ),
-    ("mistral", "[TOOL_CALLS]weather{", "[TOOL_CALLS]weather{", []),
-    ("mistral", "[1] is [TOOL", "[1] is [TOOL", []),
     ("qwen3_coder", f"<tool_call>{ELEMENTS}</tool_call>", "", [("weather", PARIS)]),
     (
         "qwen3_coder",
@@ -127,7 +108,6 @@ OUTPUTS = [
         "",
         [("weather", '{"days": "x"}')],
     ),
-    ("qwen3_coder", f"<tool_call>{CALL}</tool_call>", f"<tool_call>{CALL}</tool_call>", []),
 ]
 
 
