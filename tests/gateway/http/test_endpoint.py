@@ -1,4 +1,4 @@
-"""Bodies and heads of requests: bounds of size, depth and time, types, and damaged bytes."""
+"""Bodies within bounds, and requests that end with their clients."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loradock.gateway.http.endpoint import read_body
+from loradock.gateway.http.endpoint import CONNECTION, read_body, watch_of
 from loradock.gateway.http.errors import HttpError
 from tests.support.gateway.served import Served, post_bytes, read_all, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
@@ -114,3 +114,89 @@ def test_a_body_of_several_parts_is_joined() -> None:
     parts += [(b"ab", True), (b"cd", False)]
     with pytest.raises(HttpError):
         asyncio.run(read_body({"headers": []}, receive, 3, 60))
+
+
+class Lost:
+    """A connection that the test loses."""
+
+    def __init__(self, is_lost: bool = False) -> None:
+        self.has_received_all = True
+        self.watch = None
+        self.is_lost = is_lost
+
+    def set_watch(self, watch: Any) -> None:
+        self.watch = watch
+        if watch is not None and self.is_lost:
+            watch.on_left()
+
+
+async def watched(scope: Any, receive: Any, work: Any) -> Any:
+    """Run `work` as a request does; return whether it ended because its client left."""
+    watch = watch_of(scope, receive)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not watch.take_cancellation():
+            raise
+        return True
+    finally:
+        watch.end()
+    return False
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def disconnect() -> Any:
+    return {"type": "http.disconnect"}
+
+
+async def no_message() -> None:
+    await never()
+
+
+def scope_of(connection: Any) -> Any:
+    return {"extensions": {CONNECTION: connection}}
+
+
+def test_a_lost_connection_ends_its_request() -> None:
+    async def main() -> None:
+        connection = Lost()
+        task = asyncio.create_task(watched(scope_of(connection), no_message, never()))
+        await asyncio.sleep(0)
+        connection.watch.on_left()
+        assert await task
+        # The connection forgets the request.
+        assert connection.watch is None
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_was_lost_before_ends_its_request() -> None:
+    assert asyncio.run(watched(scope_of(Lost(is_lost=True)), no_message, never()))
+
+
+@pytest.mark.parametrize("scope", [{}, {"extensions": {}}, {"extensions": None}])
+def test_without_the_extension_a_message_ends_the_request(scope: Any) -> None:
+    assert asyncio.run(watched(scope, disconnect, never()))
+
+
+@pytest.mark.parametrize("scope", [{}, scope_of(Lost())])
+def test_a_request_that_ends_in_time_is_not_cancelled(scope: Any) -> None:
+    assert not asyncio.run(watched(scope, no_message, asyncio.sleep(0)))
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_cancellation_by_the_server_is_not_taken_for_the_client(has_left: bool) -> None:
+    async def main() -> None:
+        connection = Lost()
+        task = asyncio.create_task(watched(scope_of(connection), no_message, never()))
+        await asyncio.sleep(0)
+        if has_left:
+            connection.watch.on_left()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())

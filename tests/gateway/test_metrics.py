@@ -1,8 +1,9 @@
-"""Metrics: readable by Prometheus' own parser, consistent, growing, and bounded."""
+"""Metrics: readable by Prometheus' parser, consistent, growing, bounded, and documented."""
 
 import math
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ from loradock.gateway.recorder import Histogram, Recorder
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.views import AdapterCounters, AdapterUse, EngineStatistics
+from tests.documented_metrics import ADDED, BEGIN, END, METRICS, text
+from tests.support.documents import between_marks
 from tests.support.gateway.served import Served, data_of
 from tests.support.simulation.message_examples import example_of
 
@@ -221,3 +224,37 @@ def test_the_names_with_the_largest_counts_are_kept(names_max: int, expected: An
 def test_names_are_joined_in_order() -> None:
     assert joined(["b", "a"], 2) == "a,b"
     assert joined([], 2) == ""
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "from-vllm.md"
+
+
+def families(served: Served) -> Any:
+    served.post("/v1/completions", {"model": "upper", "prompt": "p"})
+    found = text_string_to_metric_families(served.get("/metrics").text)
+    return {family.name: family for family in found if family.name.startswith("vllm:")}
+
+
+def test_what_is_served_is_in_the_table_and_nothing_else(served: Served) -> None:
+    expected = {f"vllm:{one.name}" for one in METRICS if one.scope}
+    assert set(families(served)) == expected | {f"vllm:{name}" for name in ADDED}
+
+
+def test_types_and_labels_are_those_of_the_table(served: Served) -> None:
+    found = families(served)
+    for one in METRICS:
+        if one.scope:
+            family = found[f"vllm:{one.name}"]
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            assert (family.type, labels) == (one.kind, {*one.common, *one.labels}), one.name
+
+
+def test_what_is_not_served_has_a_reason_and_no_family_is_listed_twice() -> None:
+    assert all(one.note for one in METRICS if not one.scope)
+    assert len({one.name for one in METRICS}) == len(METRICS)
+
+
+def test_the_document_is_up_to_date() -> None:
+    document = DOCUMENT.read_text()
+    written = between_marks(document, BEGIN, END, text())
+    assert written == document, "run python -m tests.documented_metrics docs/from-vllm.md"
