@@ -1,7 +1,7 @@
 """The metric families of vLLM, with what is served of them here and why the rest is not.
 
 `python -m tests.documented_metrics docs/from-vllm.md` writes the table into the document.
-`tests/gateway/metrics/test_documented_metrics.py` compares it with what a gateway serves.
+`tests/gateway/test_metrics.py` compares it with what a gateway serves.
 """
 
 import sys

@@ -20,8 +20,8 @@ from loradock.client.methods import Methods
 from loradock.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S
 from loradock.client.sockets import (
     Connection,
-    Limits,
     Port,
+    Timeouts,
     connection_to,
     forked_error,
     open_events,
@@ -53,7 +53,7 @@ class AsyncClient(Methods):
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         connection = connection_to(directory, address, key, server_key)
-        limits = Limits(timeout_s, generation_timeout_s, timing)
+        limits = Timeouts(timeout_s, generation_timeout_s, timing)
         self._loop_port = AsyncPort(context or zmq.Context.instance(), connection, limits)
         super().__init__(self._loop_port)
 
@@ -78,7 +78,7 @@ class AsyncPort(Port):
     """The port whose waits suspend a task; it belongs to the loop on which it was opened."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Limits
+        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Timeouts
     ) -> None:
         super().__init__(context, connection, limits)
         self._context = zmq.asyncio.Context(context)
@@ -219,7 +219,7 @@ class _Subscription:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._socket.closed
 
     async def receive(self, timeout_s: float) -> bytes | None:

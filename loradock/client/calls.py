@@ -47,7 +47,7 @@ class Timing(Struct, frozen=True):
 
     An unanswered frame is sent again after `retry_s_min`, then at intervals that double up to
     `retry_s_max`. Intervals of a frame with images are longer in proportion to its length, so that
-    repeating it takes no more bytes per second than repeating a text. A call ends `slack_s` after
+    repeating it takes no more bytes per second than repeating a string. A call ends `slack_s` after
     the time limit that the controller received, so that the controller's own answer to a timeout
     can still arrive. Output that the final reply counts is considered lost if it has not arrived
     after `lost_tokens_s`, which is longer than a controller takes to restart.
@@ -83,7 +83,7 @@ class ClientCall:
 
     @property
     def settled(self) -> bool:
-        """Whether the outcome is known."""
+        """Return whether the outcome is known."""
         return self.outcome is not None
 
     @property
@@ -159,7 +159,7 @@ class StreamingCall(ClientCall, Generic[F]):
         self._output_deadline = 0.0
 
     def _has_all_output(self, final: F) -> bool:
-        """Whether all output that the final reply counts has arrived."""
+        """Return whether all output that the final reply counts has arrived."""
         raise NotImplementedError
 
     def _lost_output(self, final: F) -> str:
@@ -188,7 +188,7 @@ class StreamingCall(ClientCall, Generic[F]):
         return super().next_body(now)
 
     def retry_after(self, error: LoradockError) -> bool:
-        """Whether another attempt follows this failure.
+        """Return whether another attempt follows this failure.
 
         If so the call is reset and needs a new id: no output was delivered to the caller.
         """
@@ -250,7 +250,7 @@ class TokenOutput:
         return new
 
     def has_gap_before(self, chunk: TokensStreamed) -> bool:
-        """Whether tokens before `chunk` have not arrived."""
+        """Return whether tokens before `chunk` have not arrived."""
         return chunk.offset not in self._characters_at
 
 
@@ -325,9 +325,9 @@ class GenerationCall(StreamingCall[GenerationDone]):
         return sum(output.tokens for output in self._outputs)
 
     def _has_all_output(self, final: GenerationDone) -> bool:
-        """Whether everything that the final reply counts has arrived.
+        """Return whether everything that the final reply counts has arrived.
 
-        Of several outputs the end of each is needed too, unless they were cancelled.
+        Of several outputs the end of each has to arrive too, unless they were cancelled.
         """
         if self._tokens < final.output_tokens:
             return False

@@ -22,8 +22,8 @@ from loradock.client.methods import AsyncGeneration, Methods
 from loradock.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S
 from loradock.client.sockets import (
     Connection,
-    Limits,
     Port,
+    Timeouts,
     connection_to,
     forked_error,
     open_events,
@@ -102,7 +102,7 @@ class Generation(Blocking[AsyncGeneration]):
 
     @property
     def result(self) -> GenerationDone | None:
-        """How it ended and its numbers of tokens; None before the end, or if it failed."""
+        """The reason of its end and its numbers of tokens; None before the end, or if it failed."""
         return self._inner.result
 
     def __iter__(self) -> Iterator[TokensStreamed]:
@@ -179,7 +179,7 @@ class Client(Blocking[Methods]):
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         connection = connection_to(directory, address, key, server_key)
-        limits = Limits(timeout_s, generation_timeout_s, timing)
+        limits = Timeouts(timeout_s, generation_timeout_s, timing)
         self._port = BlockingPort(context or zmq.Context.instance(), connection, limits)
         super().__init__(Methods(self._port))
 
@@ -246,7 +246,7 @@ class BlockingPort(Port):
     """The port whose waits block the calling thread."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Limits
+        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Timeouts
     ) -> None:
         super().__init__(context, connection, limits)
         self._context = context
@@ -310,7 +310,7 @@ class _Subscription:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._socket.closed
 
     async def receive(self, timeout_s: float) -> bytes | None:

@@ -203,7 +203,7 @@ class Methods:
     async def change_settings(
         self, limits: dict[str, int] | None = None, policy: str = "", timeout_s: float | None = None
     ) -> SettingsShown:
-        """Change limits and the policy while adapters stay where they are; empty ones stay."""
+        """Change limits and the policy while adapters stay where they are; empty values stay."""
         return await self._ask(
             ChangeSettings(NO_ID, limits or {}, policy), SettingsShown, timeout_s
         )
@@ -421,7 +421,7 @@ class AsyncGeneration:
 
     @property
     def result(self) -> GenerationDone | None:
-        """How it ended and its numbers of tokens; None before the end, or if it failed."""
+        """The reason of its end and its numbers of tokens; None before the end, or if it failed."""
         return None if self._begun is None else self._begun.result
 
     def __aiter__(self) -> AsyncIterator[TokensStreamed]:

@@ -66,7 +66,7 @@ class Keys(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """How to reach a controller: its two addresses, and for a remote one the keys."""
+    """The two addresses of a controller, and the keys of a remote controller."""
 
     requests: str
     events: str
@@ -196,7 +196,7 @@ def forked_error(pid: int) -> RuntimeError:
     )
 
 
-class Limits(NamedTuple):
+class Timeouts(NamedTuple):
     """Default time limits of requests and of inference, in seconds; when frames are repeated."""
 
     timeout_s: float
@@ -208,7 +208,7 @@ class Port(ABC):
     """A session with its socket, and how a client waits for it."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Limits
+        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Timeouts
     ) -> None:
         self.connection: Final = connection
         self.session: Final = Session(
@@ -260,4 +260,4 @@ class Port(ABC):
 
     @abstractmethod
     def _on_change(self, call: ClientCall) -> None:
-        """Note that a call has received output, or is settled."""
+        """Process that a call has received output, or is settled."""

@@ -32,7 +32,7 @@ events.
 """
 
 WAIT_S: Final = 60.0
-"""How long a reader waits before it looks whether its stream was closed."""
+"""Time after which a waiting reader looks whether its stream was closed."""
 
 
 class Gap(Struct, frozen=True, tag=True):
@@ -83,7 +83,7 @@ class EventCursor:
 
     @property
     def needs_fetch(self) -> bool:
-        """Whether events are known to be published that have not arrived."""
+        """Return whether events are known to be published that have not arrived."""
         return self._last_seq >= self.next_seq
 
     def pop(self) -> EventItem:
@@ -159,7 +159,7 @@ class Subscription(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
 
     async def receive(self, timeout_s: float) -> bytes | None:
         """Return the next frame; None if none arrives in that time."""

@@ -24,7 +24,7 @@ from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.gateway.adapters.models import AdapterCard, adapter_card
 from loradock.gateway.http.endpoint import get
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import EventStream, named_event
+from loradock.gateway.http.streams import ServerSentEvents, named_event
 from loradock.messages.events import Published
 from loradock.messages.requests import StatusShown
 
@@ -74,7 +74,7 @@ def content_security_policy(page: str) -> str:
     )
 
 
-class Tier(Struct, frozen=True):
+class TierCard(Struct, frozen=True):
     """Use and bounds of a tier."""
 
     name: str
@@ -96,10 +96,10 @@ class StatusCard(Struct, frozen=True):
     answered: int
     refused: int
     policy: str
-    tiers: list[Tier]
+    tiers: list[TierCard]
 
 
-class Snapshot(Struct, frozen=True):
+class TableSnapshot(Struct, frozen=True):
     """The state of all adapters after event `seq`."""
 
     seq: int
@@ -130,14 +130,14 @@ class Live:
         await self._follower.notify()
 
     @get("/events", media_type="text/event-stream", errors=(429,))
-    async def events(self, request: Request) -> EventStream:
+    async def events(self, request: Request) -> ServerSentEvents:
         """The life-cycle events as they happen."""
         if self._readers >= READERS_MAX:
             raise HttpError(429, f"at most {READERS_MAX} readers can follow the events")
         since = request.headers.get("last-event-id", "")
         self._readers += 1
         is_number = since.isascii() and since.isdigit()
-        return EventStream(self._stream(int(since) if is_number else None), self._on_closed)
+        return ServerSentEvents(self._stream(int(since) if is_number else None), self._on_closed)
 
     async def _on_closed(self) -> None:
         self._readers -= 1
@@ -176,10 +176,10 @@ class Live:
         return True
 
 
-def snapshot_of(table: AdapterTable) -> Snapshot:
+def snapshot_of(table: AdapterTable) -> TableSnapshot:
     """Return the table as readers see it."""
     cards = [adapter_card(view) for _, view in sorted(table.views.items())]
-    return Snapshot(table.seq or 0, table.synced, status_card(table.status), cards)
+    return TableSnapshot(table.seq or 0, table.synced, status_card(table.status), cards)
 
 
 def live_event(published: Published) -> LiveEvent:
@@ -194,7 +194,7 @@ def status_card(status: StatusShown | None) -> StatusCard | None:
     if status is None:
         return None
     tiers = [
-        Tier(tier.name, tier.count, tier.count_max, tier.size_bytes, tier.size_bytes_max)
+        TierCard(tier.name, tier.count, tier.count_max, tier.size_bytes, tier.size_bytes_max)
         for tier in status.tiers
     ]
     return StatusCard(

@@ -1,4 +1,4 @@
-"""What this gateway measures of its own requests: totals and histograms, and hooks for spans."""
+"""Measurements of this gateway's requests: totals, histograms, and hooks for spans."""
 
 import time
 from bisect import bisect_left

@@ -10,6 +10,7 @@ from loradock.client.session import Session
 from loradock.messages import control
 from loradock.messages import requests as rq
 from loradock.messages.prompts import Sampling
+from loradock.messages.wire import FRAME_BYTES_MAX
 
 NAME = "use 1 to 128 of the characters A-Z a-z 0-9 . _ - and no two dots in a row"
 
@@ -20,11 +21,20 @@ def generate(**sampling):
 
 CASES = [
     (rq.LoadAdapter("", "with space"), f"'with space' is not a valid adapter name: {NAME}"),
-    (rq.LoadAdapter("", "a\n"), f"'a\\n' is not a valid adapter name: {NAME}"),
+    *(
+        (rq.LoadAdapter("", name), f"{name!r} is not a valid adapter name: {NAME}")
+        for name in ("a\n", "..", "a..b", "", "x" * 129)
+    ),
     (rq.ActivateBatch("", ("a", "b c")), f"'b c' is not a valid adapter name: {NAME}"),
     (rq.LoadAdapter("", 5), "adapter must be a string, got 5"),
     (rq.LoadAdapter("", "a", "x" * 5000), "path must have at most 4096 characters, got 5000"),
     (rq.ActivateBatch("", ()), "adapters must have at least 1 value, got 0"),
+    (rq.Embed("", None, (object(),)), "one of texts must be a string or a list, got <object"),
+    (rq.Embed("", None, ("x",) * 2049), "texts must have at most 2048 values, got 2049"),
+    (rq.Generate("", None, "x" * FRAME_BYTES_MAX), "prompt must have at most "),
+    (rq.Generate("", None, "lone \ud800"), "'utf-8' codec can't encode"),
+    (generate(seed=2**70), "seed must be at least "),
+    (rq.CancelGeneration("", ""), "'' is not a valid request id: use 1 to 96 characters"),
     (rq.Embed("", None, ()), "texts must have at least 1 value, got 0"),
     (generate(top_p=0.0), "top_p must be above 0 and at most 1, got 0.0"),
     (generate(temperature=-1.0), "temperature must be at least 0 and at most 100, got -1.0"),

@@ -4,20 +4,14 @@ import asyncio
 
 import pytest
 
-from loradock.client import AsyncClient, EngineGone, Timing, UnknownAdapter
-from loradock.messages import events as ev
+from loradock.client import AsyncClient, EngineGone, UnknownAdapter
 from loradock.messages import requests as rq
+from tests.support.simulation.client_examples import FAST, resumed
 from tests.support.waiting import HANG_S
-
-FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=HANG_S)
 
 
 def open_async(controller):
     return AsyncClient(controller.directory, timeout_s=HANG_S, timing=FAST)
-
-
-def resumed(*epochs):
-    return [ev.ControllerResumed(epoch) for epoch in epochs]
 
 
 def test_many_tasks_share_a_client(controller):

@@ -54,18 +54,6 @@ def test_lost_tokens_are_requested_until_they_are_overdue():
     assert call.text() == "on"
 
 
-def test_lost_tokens_that_arrive_late_end_the_generation():
-    client = session()
-    call = generate(client)
-    client.due(0.0)
-    stream(client, call, end=1)
-    finish(client, call)
-    assert len(client.due(client.wake_at())) == 1
-    stream(client, call, now=1.0)
-    assert call.result is not None
-    assert call.text() == "one"
-
-
 def test_a_gap_is_requested_soon_also_if_chunks_follow_it():
     client = session()
     call = generate(client)

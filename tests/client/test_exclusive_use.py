@@ -6,18 +6,11 @@ import threading
 
 import pytest
 
-from loradock import AsyncClient, Client, EngineGone, Timing
+from loradock import AsyncClient, EngineGone
 from loradock.messages import requests as rq
+from tests.support.simulation.client_examples import FAST
 from tests.support.simulation.standin_controller import view
 from tests.support.waiting import HANG_S, wait_until
-
-FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=HANG_S)
-
-
-@pytest.fixture
-def client(controller):
-    with Client(controller.directory, timeout_s=HANG_S, timing=FAST) as client:
-        yield client
 
 
 def silent(request):

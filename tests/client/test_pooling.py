@@ -1,6 +1,5 @@
 """Tests of embeddings and classifications: complete and in order, regardless of losses."""
 
-import asyncio
 import struct
 
 import pytest
@@ -8,23 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loradock.client import (
-    AsyncClient,
     Classification,
     Client,
     Embedding,
     EngineGone,
-    Malformed,
-    NotServed,
-    Timing,
 )
 from loradock.client.arguments import inputs_of
 from loradock.client.session import answer_of
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from tests.support.simulation.client_examples import TIMING, reply, session
+from tests.support.simulation.client_examples import FAST, TIMING, reply, session
 from tests.support.waiting import HANG_S
 
-FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=HANG_S)
 TEXTS = ["one", (1, 2), "three"]
 VECTORS = ((0.0, 1.5), (1.0, 1.5), (2.0, 1.5))
 
@@ -110,35 +104,3 @@ def test_the_blocking_client_gets_all_vectors(controller, loss):
         scored = client.classify(TEXTS)
     assert scored == Classification(None, ("good", "bad"), VECTORS, 5)
     assert scored.best == ("bad", "bad", "good")
-
-
-def test_many_tasks_embed_concurrently(controller):
-    controller.lose_chunks = 5
-
-    async def main():
-        async with AsyncClient(controller.directory, timeout_s=HANG_S, timing=FAST) as client:
-            calls = [client.embed(TEXTS, "upper") for _ in range(20)]
-            return await asyncio.gather(*calls), await client.classify("one", "upper")
-
-    embeddings, scored = asyncio.run(main())
-    assert set(embeddings) == {Embedding("upper", VECTORS, 5)}
-    assert scored == Classification("upper", ("good", "bad"), VECTORS[:1], 5)
-
-
-def test_a_refusal_is_raised_with_its_class(controller):
-    controller.answers[rq.Embed] = lambda r: rq.Refused(
-        r.request_id, ErrorCode.NOT_SERVED, "this engine generates"
-    )
-    with (
-        Client(controller.directory, timing=FAST) as client,
-        pytest.raises(NotServed, match=r"L016 .*this engine generates") as raised,
-    ):
-        client.embed("hello")
-    assert not raised.value.retryable
-
-
-@pytest.mark.parametrize("texts", [[], ["x"] * 2049, [object()]])
-def test_invalid_inputs_are_refused_before_sending(controller, texts):
-    with Client(controller.directory, timing=FAST) as client, pytest.raises(Malformed):
-        client.embed(texts)
-    assert not controller.received

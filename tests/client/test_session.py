@@ -19,8 +19,8 @@ from loradock.client.errors import (
 from loradock.client.session import Session, answer_of
 from loradock.messages import requests as rq
 from loradock.messages.errors import MEANINGS, ErrorCode
-from loradock.messages.prompts import IllustratedPrompt, Sampling
-from loradock.messages.wire import BATCH_MAX, FRAME_BYTES_MAX, REPLIES, REQUESTS
+from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.wire import BATCH_MAX, REPLIES, REQUESTS
 from tests.support.simulation.client_examples import TIMING, done, load, reply, sent, session
 
 
@@ -194,38 +194,6 @@ def test_a_suggested_pause_is_kept():
     assert client.due(7.0) == []
     again = sorted(sent(client.due(7.2)), key=lambda request: request.request_id)
     assert again == [fetch.request, generation.request]
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        rq.LoadAdapter(NO_ID, "no such name!"),
-        rq.LoadAdapter(NO_ID, ".."),
-        rq.LoadAdapter(NO_ID, "upper", "p" * 5000),
-        rq.ActivateBatch(NO_ID, ()),
-        rq.Generate(NO_ID, None, "x" * FRAME_BYTES_MAX),
-        rq.Generate(NO_ID, None, (-1,)),
-        rq.Generate(NO_ID, None, "x", Sampling(temperature=-1.0)),
-        rq.Generate(NO_ID, None, "x", Sampling(max_tokens=-1)),
-        rq.Generate(NO_ID, None, "lone \ud800"),
-        rq.Generate(NO_ID, None, "x", Sampling(seed=2**70)),
-        rq.CancelGeneration(NO_ID, ""),
-    ],
-)
-def test_a_request_that_the_controller_could_not_read_is_refused(request_):
-    client = session()
-    with pytest.raises(Malformed):
-        client.begin(request_, 0.0, 1.0)
-    assert len(client) == 0
-    assert client.due(10.0) == []
-
-
-@pytest.mark.parametrize("name", ["with space", "..", "a..b", "", "x" * 129, "new\n"])
-def test_an_invalid_adapter_name_is_explained(name):
-    for request in (rq.LoadAdapter(NO_ID, name), rq.ActivateBatch(NO_ID, ("upper", name))):
-        with pytest.raises(Malformed) as raised:
-            session().begin(request, 0.0, 1.0)
-        assert raised.value.message.startswith(f"{name!r} is not a valid adapter name: use 1 to")
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, 3601, math.nan, math.inf])

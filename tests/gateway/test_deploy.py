@@ -6,13 +6,16 @@ import shlex
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.main import get_command
 
 from loradock.cli.main import app
+from tests.support.gateway.served import Served
 from tests.support.sources import LINKED
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -20,24 +23,24 @@ TRUE = shutil.which("true")
 METRIC = re.compile(r"\b((?:loradock_|vllm:)\w+)")
 
 
-def joined_lines(name):
+def joined_lines(name: Any) -> Any:
     """Return a file's lines, those that a backslash continues as one, without comments."""
     lines = (DEPLOY / name).read_text().replace("\\\n", " ").splitlines()
     return [line for line in lines if not line.lstrip().startswith("#")]
 
 
-def entrypoint():
+def entrypoint() -> Any:
     [line] = [line for line in joined_lines("Dockerfile") if line.startswith("ENTRYPOINT")]
     return json.loads(line.removeprefix("ENTRYPOINT"))
 
 
-def pod():
+def pod() -> Any:
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes/loradock.yaml").read_text()))
     [found] = [one["spec"]["template"] for one in documents if one["kind"] == "StatefulSet"]
     return found
 
 
-def unit(name):
+def unit(name: Any) -> Any:
     [line] = [line for line in joined_lines(f"systemd/{name}") if line.startswith("ExecStart=")]
     return shlex.split(line.removeprefix("ExecStart=").replace("%i", "8001"))
 
@@ -51,7 +54,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_are_accepted(name):
+def test_commands_are_accepted(name: Any) -> None:
     program, *arguments = COMMANDS[name]()
     assert Path(program).name == "loradock"
     root = get_command(app)
@@ -61,7 +64,7 @@ def test_commands_are_accepted(name):
     root.commands[command].make_context(command, rest, parent=context)
 
 
-def expressions():
+def expressions() -> Iterator[Any]:
     alerts = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())
     for group in alerts["groups"]:
         for rule in group["rules"]:
@@ -73,7 +76,7 @@ def expressions():
             yield target["expr"]
 
 
-def test_alerts_and_dashboard_use_metrics_that_are_exposed(served):
+def test_alerts_and_dashboard_use_metrics_that_are_exposed(served: Served) -> None:
     exposed = set(re.findall(r"^# TYPE (\S+)", served.get("/metrics").text, re.M))
     suffixes = ("", "_bucket", "_count", "_sum")
     names = {name + suffix for name in exposed for suffix in suffixes}
@@ -82,7 +85,7 @@ def test_alerts_and_dashboard_use_metrics_that_are_exposed(served):
     assert used - names == set()
 
 
-def test_the_image_has_all_that_the_package_is_built_from():
+def test_the_image_has_all_that_the_package_is_built_from() -> None:
     copied = {}
     for line in joined_lines("Dockerfile"):
         if line.startswith("COPY "):
@@ -97,7 +100,7 @@ def test_the_image_has_all_that_the_package_is_built_from():
     assert {*needed, "examples/tiny"} <= copied.keys()
 
 
-def test_systemd_accepts_the_units(tmp_path):
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     command = shutil.which("systemd-analyze")
     if command is None:
         pytest.skip("systemd-analyze is not installed; it is in Debian's package systemd")
@@ -113,7 +116,7 @@ def test_systemd_accepts_the_units(tmp_path):
     assert not [line for line in result.stderr.splitlines() if "loradock" in line]
 
 
-def test_kubernetes_accepts_the_manifest():
+def test_kubernetes_accepts_the_manifest() -> None:
     checker = pytest.importorskip("kubernetes_validate", reason="see `make manifests`")
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes/loradock.yaml").read_text()))
     for document in documents:
@@ -123,7 +126,7 @@ def test_kubernetes_accepts_the_manifest():
     assert pod()["spec"]["securityContext"]["runAsUser"] == int(line.split()[1])
 
 
-def promtool(*arguments, **options):
+def promtool(*arguments: Any, **options: Any) -> Any:
     """Run Prometheus' own checker; skips the test where it is not installed."""
     command = shutil.which("promtool")
     if command is None:
@@ -133,12 +136,12 @@ def promtool(*arguments, **options):
     )
 
 
-def test_prometheus_accepts_the_alert_rules():
+def test_prometheus_accepts_the_alert_rules() -> None:
     result = promtool("check", "rules", str(DEPLOY / "prometheus/alerts.yaml"))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_prometheus_accepts_the_metrics(served):
+def test_prometheus_accepts_the_metrics(served: Served) -> None:
     served.post("/v1/completions", {"model": "upper", "prompt": "p"})
     result = promtool("check", "metrics", input=served.get("/metrics").text)
     # A colon is what it complains of in the names that are vLLM's; 3: there are complaints.
@@ -146,13 +149,13 @@ def test_prometheus_accepts_the_metrics(served):
     assert (complaints, result.returncode in (0, 3)) == ([], True)
 
 
-def test_expressions_have_balanced_brackets():
+def test_expressions_have_balanced_brackets() -> None:
     for text in expressions():
         for opening, closing in ("()", "[]", "{}"):
             assert text.count(opening) == text.count(closing), text
 
 
-def test_probes_are_public_endpoints(served):
+def test_probes_are_public_endpoints(served: Served) -> None:
     [container] = pod()["spec"]["containers"]
     probes = [container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")]
     for path in [probe["httpGet"]["path"] for probe in probes]:

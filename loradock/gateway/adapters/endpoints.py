@@ -34,7 +34,7 @@ _MOVES: Final = "/v1/lora_adapters/{name}"
 
 
 class PrefetchRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """How far an adapter is moved towards its use."""
+    """The tier that an adapter is moved to."""
 
     to: PrefetchTarget = "gpu-slot"
 
@@ -60,7 +60,7 @@ class PrefetchAnswer(Struct, frozen=True):
     goal: str
 
 
-class Residency:
+class ModelEndpoints:
     """The endpoints about models and about where adapters are."""
 
     def __init__(
@@ -220,7 +220,7 @@ class AdapterUpdates:
     async def load(self, body: LoadRequest) -> str:
         """Load an adapter."""
         if not body.lora_name or not body.lora_path:
-            raise HttpError(400, "both 'lora_name' and 'lora_path' are needed")
+            raise HttpError(400, "send both 'lora_name' and 'lora_path'")
         await self._load(body.lora_name, body.lora_path, replace=body.load_inplace)
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
@@ -228,7 +228,7 @@ class AdapterUpdates:
     async def unload(self, body: UnloadRequest) -> str:
         """Remove an adapter."""
         if not body.lora_name:
-            raise HttpError(400, "'lora_name' is needed", "lora_name")
+            raise HttpError(400, "send 'lora_name'", "lora_name")
         await self._unload(body.lora_name)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 

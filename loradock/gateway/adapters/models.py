@@ -194,7 +194,7 @@ def model_cards(names: ModelNames, table: AdapterTable, context: int | None) -> 
 
 
 class Version(NamedTuple):
-    """What identifies the files of an adapter, and `path`, where they are.
+    """The identity of an adapter's files, and their `path`.
 
     `acceptances`: how often the engine has accepted files under the name, as far as events say:
     files without weights may change while the fingerprint stays.

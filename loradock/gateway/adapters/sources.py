@@ -35,7 +35,7 @@ log = structlog.get_logger("gateway")
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether an adapter can have this name."""
+    """Return whether an adapter can have this name."""
     return _ADAPTER.search(name) is not None
 
 

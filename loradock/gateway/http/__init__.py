@@ -1,1 +1,1 @@
-"""What every endpoint needs: bodies, errors, keys, streams of server-sent events."""
+"""The base of all endpoints: bodies, errors, keys, streams of server-sent events."""

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from loradock.client import LoradockError
 from loradock.gateway.http.errors import HttpError, Shape, error_of, error_response
-from loradock.gateway.http.streams import EventStream, JsonResponse, json_response
+from loradock.gateway.http.streams import JsonResponse, ServerSentEvents, json_response
 from loradock.gateway.recorder import SPAN, RequestSpan
 
 TEXT_BYTES_MAX: Final = 8 << 20
@@ -36,7 +36,7 @@ CHANGES: Final = (400, 403, 404, 409, 429, 503)
 """The statuses of errors of a change to adapters."""
 
 CONNECTION: Final = "loradock.connection"
-"""The name of the ASGI extension in which the gateway's own HTTP protocol is a `Connection`."""
+"""The name of the ASGI extension in which the gateway's own HTTP protocol is a `HttpConnection`."""
 
 _JSON: Final = "application/json"
 
@@ -76,7 +76,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
 
 class _Route(Struct, frozen=True):
-    """What a decorator says of a method; `options` are further fields of its `Endpoint`."""
+    """The arguments of a method's decorator; `options` are further fields of its `Endpoint`."""
 
     method: Literal["GET", "POST"]
     path: str
@@ -116,9 +116,9 @@ def endpoints_of(owner: object) -> list[Endpoint]:
 def _endpoint(route: _Route, handler: Handler) -> Endpoint:
     hints = get_type_hints(handler)
     answers = get_args(hints["return"]) or (hints["return"],)
-    kinds = [kind for kind in answers if kind not in (EventStream, Response, str)]
+    kinds = [kind for kind in answers if kind not in (ServerSentEvents, Response, str)]
     # A list and a dictionary have type arguments too.
-    is_union = EventStream in answers and bool(kinds)
+    is_union = ServerSentEvents in answers and bool(kinds)
     answer = kinds[0] if is_union else hints["return"] if kinds else None
     found = {
         "method": route.method,
@@ -133,7 +133,7 @@ def _endpoint(route: _Route, handler: Handler) -> Endpoint:
     return Endpoint(**{**found, **route.options})
 
 
-class Limits(Struct, frozen=True):
+class BodyLimits(Struct, frozen=True):
     """Bounds of what is received."""
 
     body_bytes_max: int
@@ -147,22 +147,33 @@ class Spans(Protocol):
         """Begin the span of a request, below the span that its headers name."""
 
 
+Refusal = Callable[[Endpoint, Scope], Response | None]
+"""Returns the answer to a request that has no access to an endpoint; None if it has."""
+
+
 class EndpointApp:
     """The ASGI application of one endpoint; `spans` None: its requests have no spans."""
 
-    def __init__(self, endpoint: Endpoint, limits: Limits, spans: Spans | None) -> None:
+    def __init__(
+        self, endpoint: Endpoint, limits: BodyLimits, refusal: Refusal, spans: Spans | None
+    ) -> None:
         bytes_max = limits.body_bytes_max
         self._bytes_max: Final = (
             bytes_max if endpoint.has_images else min(bytes_max, TEXT_BYTES_MAX)
         )
         self._timeout_s: Final = limits.receive_timeout_s
         self._endpoint: Final = endpoint
+        self._refusal: Final = refusal
         self._spans: Final = spans if endpoint.span else None
         self._takes_request: Final = "request" in inspect.signature(endpoint.handler).parameters
         self._decoder = None if endpoint.body is None else msgspec.json.Decoder(endpoint.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        refusal = self._refusal(self._endpoint, scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
         try:
             arguments = await self._arguments(scope, receive)
         except Disconnected:
@@ -200,7 +211,7 @@ class EndpointApp:
             answer = error_response(error, self._endpoint.shape)
         except LoradockError as error:
             answer = error_response(error_of(error), self._endpoint.shape)
-        if isinstance(answer, EventStream):
+        if isinstance(answer, ServerSentEvents):
             await answer.send(send, only_head=scope["method"] == "HEAD")
         else:
             await _response_of(answer)(scope, receive, send)
@@ -217,7 +228,7 @@ class EndpointApp:
             raise
         finally:
             SPAN.reset(token)
-        if isinstance(answer, EventStream):
+        if isinstance(answer, ServerSentEvents):
             return answer.ended_by(span.end)
         span.end()
         return answer
@@ -315,21 +326,21 @@ def _param_of(message: str) -> str | None:
     return field.partition("`")[0] if separator else None
 
 
-class Connection(Protocol):
-    """What the gateway's HTTP protocol reports of a connection; it executes one request at a time.
+class HttpConnection(Protocol):
+    """A connection of the gateway's HTTP protocol; it executes one request at a time.
 
     Under another server it is missing.
     """
 
     @property
     def has_received_all(self) -> bool:
-        """Whether no request is incomplete, so that reading a body does not wait."""
+        """Return whether no request is incomplete, so that reading a body does not wait."""
 
     def set_watch(self, watch: "Watch | None") -> None:
         """Report the loss of the connection to a watch, at once if it is lost; None: to none."""
 
 
-def connection_of(scope: Scope) -> Connection | None:
+def connection_of(scope: Scope) -> HttpConnection | None:
     """Return the connection of a request, if the server reports of it."""
     extensions: dict[str, Any] = scope.get("extensions") or {}
     return extensions.get(CONNECTION)
@@ -338,7 +349,7 @@ def connection_of(scope: Scope) -> Connection | None:
 class Watch:
     """Cancels the current task when its client leaves, until `end`."""
 
-    def __init__(self, connection: Connection | None) -> None:
+    def __init__(self, connection: HttpConnection | None) -> None:
         self._task = asyncio.current_task()
         self._has_left = False
         self._connection = connection
@@ -352,7 +363,7 @@ class Watch:
             self._task.cancel()
 
     def take_cancellation(self) -> bool:
-        """Whether the cancellation of the task is this one and no other; it then counts as over."""
+        """Return whether this watch alone cancelled the task; the cancellation is then over."""
         return self._has_left and self._task is not None and self._task.uncancel() == 0
 
     def end(self) -> None:

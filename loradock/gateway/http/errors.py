@@ -3,7 +3,7 @@
 The error code of a `LoradockError` is in the message and in the header `X-LoRADock-Code`.
 """
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
@@ -141,18 +141,6 @@ class HttpError(Exception):
         return AnthropicError(AnthropicErrorInfo(kind, self.message))
 
 
-class FieldProblem(NamedTuple):
-    """A field of a request and why it is refused."""
-
-    field: str
-    message: str
-
-
-def refused_field(problem: FieldProblem) -> HttpError:
-    """Return the error for a field that is not served or has a wrong value."""
-    return HttpError(400, problem.message, problem.field)
-
-
 def model_not_found(name: str) -> HttpError:
     """Return the error for a model name that is neither the base model nor an adapter."""
     code = ErrorCode.UNKNOWN_ADAPTER.value
@@ -194,7 +182,7 @@ def error_response(error: HttpError, shape: Shape = "openai") -> Response:
 def unauthorized_response(shape: Shape = "openai") -> Response:
     """Return the answer to a request without a valid key."""
     if shape == "anthropic":
-        message = "a valid key is needed, as x-api-key or as Authorization: Bearer"
+        message = "send a valid key, as x-api-key or as Authorization: Bearer"
         return error_response(HttpError(401, message), shape)
     content = msgspec.json.encode(UnauthorizedBody())
     headers = {"WWW-Authenticate": "Bearer"}

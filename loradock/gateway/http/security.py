@@ -30,11 +30,13 @@ def configured_keys(options: GatewayOptions, environment: Mapping[str, str]) -> 
         lines = Path(options.api_key_file).read_text().splitlines()
         of_file = [line.strip() for line in lines if line.strip()]
         if not of_file:
-            raise ValueError(f"{options.api_key_file} contains no API key; one per line is needed")
+            raise ValueError(
+                f"{options.api_key_file} must contain an API key per line, and has none"
+            )
         keys += of_file
     keys += [environment[name] for name in KEYS_VARIABLES if environment.get(name)]
     if not all(keys):
-        raise ValueError("an API key is empty; at least one character is needed")
+        raise ValueError("an API key must have at least 1 character, got an empty one")
     return tuple(keys)
 
 
@@ -46,11 +48,11 @@ class ApiKeys:
 
     @property
     def are_needed(self) -> bool:
-        """Whether requests need one."""
+        """Return whether requests need one."""
         return bool(self._digests)
 
     def accept(self, scope: Scope) -> bool:
-        """Whether the request has a valid key, or none is needed."""
+        """Return whether the request has a valid key, or none is needed."""
         if not self._digests:
             return True
         scheme, _, key = header_of(scope, b"authorization").partition(" ")

@@ -58,7 +58,7 @@ def error_events(error: HttpError) -> bytes:
     return data_event(error.body) + DONE
 
 
-class EventStream:
+class ServerSentEvents:
     """An answer whose events are sent as the iterator produces them.
 
     `close` is awaited when the answer ends, also if the client disconnected.
@@ -75,7 +75,7 @@ class EventStream:
         self._on_end: Callable[[], None] | None = None
         self._headers = [*_HEADERS, *((k.lower().encode(), v.encode()) for k, v in headers)]
 
-    def ended_by(self, on_end: Callable[[], None]) -> "EventStream":
+    def ended_by(self, on_end: Callable[[], None]) -> "ServerSentEvents":
         """Return this answer, which calls a function after `close`."""
         self._on_end = on_end
         return self

@@ -42,7 +42,7 @@ log = structlog.get_logger("gateway")
 
 
 class _Saved(Struct, frozen=True):
-    """What was read of an adapter's directory.
+    """The content of an adapter's directory.
 
     `problem`: why its chat template, which is there, can't be used. `warnings`: what else is not.
     """
@@ -101,7 +101,7 @@ class AdapterFiles:
             self._has_reported = True
             log.warning(
                 "chat templates and generation defaults of adapters are not read, and the model's "
-                "are used: --adapter-root is needed",
+                "are used: start the gateway with --adapter-root",
                 adapter=adapter,
             )
 

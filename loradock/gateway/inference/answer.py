@@ -12,10 +12,16 @@ from msgspec import UNSET, Struct, UnsetType
 
 from loradock.client import LoradockError
 from loradock.gateway.http.errors import HttpError, error_of
-from loradock.gateway.http.streams import DONE, EventStream, data_event, error_events, typed_event
+from loradock.gateway.http.streams import (
+    DONE,
+    ServerSentEvents,
+    data_event,
+    error_events,
+    typed_event,
+)
 from loradock.gateway.inference.sampling import SamplingFields, StreamOptions
 from loradock.gateway.inference.service import (
-    Output,
+    ChoiceOutput,
     Run,
     Service,
     Usage,
@@ -52,7 +58,7 @@ class RunAnswer(ABC, Generic[Whole]):
         self.model = service.models.names.shown(adapter)
         self.usage = usage
 
-    async def respond(self, run: Run, *, stream: bool) -> Whole | EventStream:
+    async def respond(self, run: Run, *, stream: bool) -> Whole | ServerSentEvents:
         """Return the whole answer, or a stream that begins with the first output.
 
         Raises `LoradockError`. The run is closed with the answer.
@@ -64,7 +70,7 @@ class RunAnswer(ABC, Generic[Whole]):
         except BaseException:
             await run.close()
             raise
-        return EventStream(self._events(run), run.close)
+        return ServerSentEvents(self._events(run), run.close)
 
     async def _collected(self, run: Run) -> Whole:
         """Read the whole run, close it, and return the answer."""
@@ -84,7 +90,7 @@ class RunAnswer(ABC, Generic[Whole]):
     def _events(self, run: Run) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
 
-    def _count(self, output: Output) -> None:
+    def _count(self, output: ChoiceOutput) -> None:
         if output.done is not None:
             self.usage.on_done(output.choice, output.done)
         if output.chunk is not None:
@@ -96,7 +102,7 @@ class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
 
     _options = StreamOptions()
 
-    async def response(self, run: Run, body: SamplingFields) -> Whole | EventStream:
+    async def response(self, run: Run, body: SamplingFields) -> Whole | ServerSentEvents:
         """Return the whole answer, or a stream as the request's options have it."""
         self._options = body.stream_options or self._options
         return await self.respond(run, stream=bool(body.stream))
@@ -166,7 +172,7 @@ class EventAnswer(RunAnswer[Whole]):
         """The blocks of the output so far."""
         return self._reader.blocks.all
 
-    async def response(self, *, stream: bool) -> Whole | EventStream:
+    async def response(self, *, stream: bool) -> Whole | ServerSentEvents:
         """Return the whole answer, or a stream that begins with the first output."""
         return await self.respond(self._chat.run, stream=stream)
 

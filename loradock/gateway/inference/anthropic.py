@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import EventStream
+from loradock.gateway.http.streams import ServerSentEvents
 from loradock.gateway.inference.answer import Event, EventAnswer
 from loradock.gateway.inference.chat import ChatRequest, Chats
 from loradock.gateway.inference.prompts import (
@@ -63,7 +63,7 @@ class ToolUseBlock(Struct, frozen=True, tag_field="type", tag="tool_use"):
 
 
 class ToolResultBlock(Struct, frozen=True, tag_field="type", tag="tool_result"):
-    """What a tool returned; `is_error` is not shown to the model, whose content tells it."""
+    """The result of a tool; `is_error` is not shown to the model, whose content tells it."""
 
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock] = ""
@@ -96,7 +96,7 @@ class AnthropicTool(Struct, frozen=True):
 
 
 class AnthropicChoice(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which tools are called: any number, `any` at least one, `tool` the named one."""
+    """The choice of tools to be called: any number, `any` at least one, `tool` the named one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -124,7 +124,7 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Prompt(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a prompt is made of."""
+    """The fields that a prompt is made of."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -263,7 +263,7 @@ def _format_of(wanted: OutputFormat | None) -> ResponseFormat | None:
 
 
 STOP_REASONS: Final = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-"""How a chat ended -> the protocol's name; null for one that was cancelled."""
+"""Reason of a chat's end -> the protocol's name; null if it was cancelled."""
 
 
 class AnthropicUsage(Struct, frozen=True):
@@ -316,7 +316,7 @@ class AnthropicMessages:
         self._prompts = prompts
 
     @post("/v1/messages", errors=INFERENCE, has_images=True, shape="anthropic", span="chat")
-    async def create(self, body: MessagesRequest) -> AnthropicAnswer | EventStream:
+    async def create(self, body: MessagesRequest) -> AnthropicAnswer | ServerSentEvents:
         """Continue a chat, as in Anthropic's protocol."""
         chat = await self._chats.start(chat_of(body))
         return await _Answer(self._service, "msg", chat).response(stream=bool(body.stream))

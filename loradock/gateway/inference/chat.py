@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import EventStream
+from loradock.gateway.http.streams import ServerSentEvents
 from loradock.gateway.inference.answer import Chat, InferenceAnswer
 from loradock.gateway.inference.logprobs import (
     ChatLogprobs,
@@ -35,8 +35,8 @@ from loradock.gateway.inference.sampling import (
     truncation_of,
 )
 from loradock.gateway.inference.service import (
+    GenerationStart,
     Service,
-    Start,
     TokenIds,
     Usage,
     UsageCount,
@@ -50,7 +50,7 @@ from loradock.gateway.inference.tools import OutputReader, ToolPlan, plan_of
 from loradock.messages.requests import TokensStreamed
 
 MAX_TOKENS_DEFAULT: Final = 128
-"""For a chat that sets no limit, where the context of the model is unknown."""
+"""For a chat that sets no limit, if the context of the model is unknown."""
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +94,7 @@ class AnsweredCall(Struct, frozen=True):
 
 
 class ChatMessage(Struct, frozen=True):
-    """The assistant's message; `content` is null where it consists of calls."""
+    """The assistant's message; `content` is null if it consists of calls."""
 
     content: str | None
     role: str = "assistant"
@@ -127,7 +127,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
 
 
 class CallDelta(Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to the call at place `index`; the first one has its id and name."""
+    """The part of a chunk for the call at place `index`; the first one has its id and name."""
 
     index: int
     function: CalledFunction
@@ -136,7 +136,7 @@ class CallDelta(Struct, frozen=True, omit_defaults=True):
 
 
 class Delta(Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to a message."""
+    """The part of a chunk for a message."""
 
     role: str | None = None
     content: str | None = None
@@ -144,7 +144,7 @@ class Delta(Struct, frozen=True, omit_defaults=True):
 
 
 class ChunkChoice(Struct, frozen=True):
-    """What a chunk adds to a choice."""
+    """The part of a chunk for a choice."""
 
     index: int
     delta: Delta
@@ -179,7 +179,7 @@ class Chats:
         self._prompts = prompts
 
     @post("/v1/chat/completions", errors=INFERENCE, has_images=True, span="chat")
-    async def complete(self, body: ChatRequest) -> ChatCompletion | EventStream:
+    async def complete(self, body: ChatRequest) -> ChatCompletion | ServerSentEvents:
         """Continue a chat.
 
         The answer has all messages, or is a stream of chunks.
@@ -219,7 +219,9 @@ class Chats:
         answer_id = random_id("chatcmpl")
         return rendered(answer_id, start.prompt, start.sampling, body)
 
-    async def _start_of(self, body: ChatRequest, files: ModelFiles) -> tuple[Start, ToolPlan]:
+    async def _start_of(
+        self, body: ChatRequest, files: ModelFiles
+    ) -> tuple[GenerationStart, ToolPlan]:
         found = await self._prompts.prompt_of(body, files)
         prompt = _shortened(found.prompt, body, self._service.context)
         tokens = None if isinstance(prompt, str) else len(prompt)
@@ -231,7 +233,7 @@ class Chats:
         sampling |= _sampling_of_calls(
             plan, body, files.tokenizer, has_structure="structure" in sampling
         )
-        return Start(prompt, sampling, found.images), plan
+        return GenerationStart(prompt, sampling, found.images), plan
 
     def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None, default: int | None) -> int:
         limit = body.max_completion_tokens or body.max_tokens

@@ -42,7 +42,7 @@ _ERRORS: Final = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError),
     *(TypeError, ValueError),
 )
-"""What expressions of a template may raise."""
+"""Errors that expressions of a template can raise."""
 
 
 class TemplateError(Exception):
@@ -50,7 +50,7 @@ class TemplateError(Exception):
 
 
 class _RaisedByTemplate(Exception):  # noqa: N818 - named by who raises it
-    """What `raise_exception` raises in a template."""
+    """The error that `raise_exception` raises in a template."""
 
 
 class ChatTemplate:
@@ -122,7 +122,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _reads_parts(tree: jinja2.nodes.Template) -> bool:
-    """Whether a loop of the template runs over the content of a message."""
+    """Return whether a loop of the template runs over the content of a message."""
     return any(_is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
 
 

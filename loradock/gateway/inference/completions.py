@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import EventStream
+from loradock.gateway.http.streams import ServerSentEvents
 from loradock.gateway.inference.answer import InferenceAnswer
 from loradock.gateway.inference.logprobs import (
     CharacterCount,
@@ -30,8 +30,8 @@ from loradock.gateway.inference.sampling import (
     truncation_of,
 )
 from loradock.gateway.inference.service import (
+    GenerationStart,
     Service,
-    Start,
     TokenIds,
     Usage,
     UsageCount,
@@ -48,13 +48,11 @@ from loradock.messages.views import TokenLogprob
 MAX_TOKENS_DEFAULT = 16
 """As in the OpenAI protocol."""
 
-PROMPTS_MAX = 2048
-
 IdList = list[TokenId]
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body: one prompt or a list of them, each a text or token ids."""
+    """The body: a prompt or a list of prompts, each a string or token ids."""
 
     prompt: str | Annotated[list[str | int | IdList], Meta(min_length=1)]
     echo: bool | None = None
@@ -97,7 +95,7 @@ class Completions:
         self._service = service
 
     @post("/v1/completions", errors=INFERENCE, span="text_completion")
-    async def complete(self, body: CompletionRequest) -> Completion | EventStream:
+    async def complete(self, body: CompletionRequest) -> Completion | ServerSentEvents:
         """Continue prompts.
 
         The answer has all texts, or is a stream of chunks.
@@ -111,7 +109,7 @@ class Completions:
         echoes = self._echoes(body, prompts) if body.echo else []
         usage = self._usage(body, prompts)
         starts = [
-            Start(tuple(prompt) if isinstance(prompt, list) else prompt, sampling)
+            GenerationStart(tuple(prompt) if isinstance(prompt, list) else prompt, sampling)
             for prompt in prompts
         ]
         run = await service.start(adapter, starts, count)
@@ -142,7 +140,7 @@ class Completions:
         ]
 
     def _prompts_of(self, body: CompletionRequest, max_tokens: int) -> list[str | list[int]]:
-        """Return the prompts of a request; texts are token ids where the gateway needs these."""
+        """Return the prompts of a request; strings become token ids if the gateway needs these."""
         prompts = prompts_of(body.prompt)
         for prompt in prompts:
             check_length(prompt, self._service.context, "prompt")

@@ -23,7 +23,7 @@ _PARAM: Final = "messages"
 
 
 def is_remote(url: str) -> bool:
-    """Whether an image has to be fetched."""
+    """Return whether an image has to be fetched."""
     return not url.startswith("data:")
 
 
@@ -75,7 +75,7 @@ def _get(host: str, port: int, target: str, is_tls: bool) -> bytes:
 
 
 def _connect(host: str, port: int, is_tls: bool) -> socket.socket:
-    """Connect to a public address of the host; raises `HttpError` where it has none."""
+    """Connect to a public address of the host; raises `HttpError` if it has none."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, kind, protocol, _, address in found:
         if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_global:

@@ -26,7 +26,7 @@ Entries = Sequence[TokenLogprob | None]
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    """Those of a text, one entry per token.
+    """The log-probabilities of a text, with an entry per token.
 
     `text_offset`: the character in which a token begins, from the text's start.
     """
@@ -55,7 +55,7 @@ class ChatLogprob(Struct, frozen=True):
 
 
 class ChatLogprobs(Struct, frozen=True):
-    """Those of a message."""
+    """The log-probabilities of a message."""
 
     content: list[ChatLogprob]
     refusal: None = None

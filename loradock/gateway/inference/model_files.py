@@ -27,7 +27,7 @@ from loradock.messages.prompts import TokenId
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TOOL_TEMPLATE_FILE: Final = "additional_chat_templates/tool_use.jinja"
 PROCESSOR_TEMPLATE_FILE: Final = "chat_template.json"
-"""Where processors of images were saved with their template before it had a file of its own."""
+"""The file in which processors of images had their template before it had a separate file."""
 GENERATION_CONFIG_FILE: Final = "generation_config.json"
 
 log = structlog.get_logger("gateway")
@@ -78,7 +78,7 @@ def _named(saved: object) -> TemplateSources:
 
 
 class GenerationConfig(NamedTuple):
-    """What a generation_config.json recommends, and the tokens that end an output."""
+    """The recommendations of a generation_config.json, and the tokens that end an output."""
 
     defaults: SamplingDefaults
     end_tokens: tuple[TokenId, ...]
@@ -110,7 +110,7 @@ def generation_config(text: str, below: SamplingDefaults) -> GenerationConfig:
 
 
 class ModelFiles(Struct, frozen=True):
-    """What a gateway reads of the base model's directory, or with an adapter's files above it.
+    """The files of the base model's directory that a gateway reads, or an adapter's above them.
 
     `tokenizer`, `context`: None if unknown; always the base model's, as are `end_tokens`, which end
     an output, and `sources`, the templates that were found. `tool_parser`: the configured format of

@@ -32,43 +32,40 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)]
 Encoding = Literal["float", "base64"]
 
 
-class PoolingRequest(Labels, kw_only=True, forbid_unknown_fields=True):
-    """The body: one input or a list of them, each a text or token ids."""
+class _Fields(Labels, kw_only=True, forbid_unknown_fields=True):
+    """The fields that all bodies have."""
 
-    input: Input
     model: str | None = None
-    encoding_format: Encoding | None = None
-    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     truncate_prompt_tokens: TruncatedTokens | None = None
     truncation_side: Side | None = None
     priority: int | None = None
 
 
-class ScoreRequest(Labels, kw_only=True, forbid_unknown_fields=True):
+class PoolingRequest(_Fields, kw_only=True, forbid_unknown_fields=True):
+    """The body: an input or a list of inputs, each a string or token ids."""
+
+    input: Input
+    encoding_format: Encoding | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+
+
+class ScoreRequest(_Fields, kw_only=True, forbid_unknown_fields=True):
     """One text and one or more to compare with it, or two lists of equal length."""
 
     text_1: Texts
     text_2: Texts
-    model: str | None = None
-    truncate_prompt_tokens: TruncatedTokens | None = None
-    truncation_side: Side | None = None
-    priority: int | None = None
 
 
-class RerankRequest(Labels, kw_only=True, forbid_unknown_fields=True):
+class RerankRequest(_Fields, kw_only=True, forbid_unknown_fields=True):
     """A query and the documents to order; `top_n` 0: all. Answers always have the documents."""
 
     query: str
     documents: Texts
     top_n: Annotated[int, Meta(ge=0)] | None = None
-    model: str | None = None
     return_documents: bool | None = None
     max_tokens_per_query: int | None = None
     max_tokens_per_doc: int | None = None
     instruction: str | None = None
-    truncate_prompt_tokens: TruncatedTokens | None = None
-    truncation_side: Side | None = None
-    priority: int | None = None
 
 
 class PoolingAnswer(Struct, frozen=True, kw_only=True):
@@ -166,7 +163,7 @@ class Reranked(Struct, frozen=True):
     results: list[RerankResult]
 
 
-class Pooling:
+class PoolingEndpoints:
     """The endpoints."""
 
     def __init__(self, service: Service) -> None:
@@ -306,7 +303,7 @@ class Pooling:
         return [one if isinstance(one, str) else tuple(one) for one in prompts]
 
 
-def _truncation(body: PoolingRequest | ScoreRequest | RerankRequest) -> Truncation | None:
+def _truncation(body: _Fields) -> Truncation | None:
     return truncation_of(body.truncate_prompt_tokens, body.truncation_side, "right")
 
 

@@ -27,7 +27,7 @@ RAW_BYTES_MAX: Final = 1 << 20
 """Bound on JSON that only the template reads, in bytes."""
 
 Json = msgspec.Raw | UnsetType
-"""A value that is decoded only where it is needed."""
+"""A value that is decoded only if it is used."""
 
 
 class ImageUrl(Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,7 +38,7 @@ class ImageUrl(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every part may have: marks for the caches of other servers, which are not read."""
+    """The fields of every part: marks for the caches of other servers, which are not read."""
 
     cache_control: Json = UNSET
     prompt_cache_breakpoint: Json = UNSET
@@ -57,7 +57,7 @@ class ImagePart(_Part, frozen=True, tag_field="type", tag="image_url"):
 
 
 class RefusalPart(_Part, frozen=True, tag_field="type", tag="refusal"):
-    """An earlier refusal of the assistant, which is a text to the template."""
+    """An earlier refusal of the assistant, which is a string to the template."""
 
     refusal: str
 
@@ -154,7 +154,7 @@ def _text(part: Part) -> str:
 
 
 def _call_as_dict(call: ToolCall) -> dict[str, Any]:
-    # Templates read the arguments as an object; the protocol has them as a text.
+    # Templates read the arguments as an object; the protocol has them as a string.
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError) as error:
@@ -201,7 +201,7 @@ class PromptFields(Protocol):
 
 
 class ChatPrompt(Struct, frozen=True):
-    """What a generation starts from: token ids, or a text with images.
+    """The start of a generation: token ids, or a string with images.
 
     `tool_format`: the format in which the model writes calls of tools; empty if unknown.
     """

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import EventStream
+from loradock.gateway.http.streams import ServerSentEvents
 from loradock.gateway.inference.answer import Chat, Event, EventAnswer
 from loradock.gateway.inference.chat import ChatRequest, Chats
 from loradock.gateway.inference.prompts import (
@@ -33,7 +33,7 @@ from loradock.gateway.inference.service import Service
 from loradock.gateway.inference.tool_parsers import Block, Step
 
 INCLUDED: Final = ("reasoning.encrypted_content",)
-"""What can be included, and never is, because answers have none of it."""
+"""Fields that can be included, and never are, because answers have none of them."""
 
 
 class InputText(Struct, frozen=True, tag_field="type", tag="input_text"):
@@ -272,7 +272,7 @@ def _part(part: InputText | OutputTextPart | RefusalOutput | InputImage) -> Part
 
 
 def _text(content: str | list[Part] | None) -> str:
-    """Return the content of a system message as a text."""
+    """Return the content of a system message as a string."""
     if not isinstance(content, list):
         return content or ""
     if not all(isinstance(part, TextPart) for part in content):
@@ -321,7 +321,7 @@ def _format_of(text: TextConfig | None) -> ResponseFormat | None:
 
 
 _ENDED: Final = ("stop", "tool_calls")
-"""How an output ends that is complete."""
+"""Reasons of the end of a complete output."""
 
 
 class OutputText(Struct, frozen=True, tag_field="type", tag="output_text"):
@@ -427,7 +427,7 @@ class Responses:
         self._chats = chats
 
     @post("/v1/responses", errors=INFERENCE, has_images=True, span="chat")
-    async def create(self, body: ResponsesRequest) -> ResponseAnswer | EventStream:
+    async def create(self, body: ResponsesRequest) -> ResponseAnswer | ServerSentEvents:
         """Continue a chat, as in the Responses protocol."""
         chat = await self._chats.start(chat_of(body))
         return await _Answer(self._service, chat, body).response(stream=bool(body.stream))

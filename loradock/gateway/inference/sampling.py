@@ -82,7 +82,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_continuous(self) -> bool:
-        """Whether every chunk has the usage until then, which needs `include_usage` too."""
+        """Return whether every chunk has the usage until then, which needs `include_usage` too."""
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
@@ -128,7 +128,7 @@ class Labels(Struct, kw_only=True, forbid_unknown_fields=True):
 class SamplingFields(Labels, kw_only=True, forbid_unknown_fields=True):
     """The parameters that texts and chats have in common.
 
-    Parameters below `seed` are served where the engine serves them, or accepted with values that
+    Parameters below `seed` are served if the engine serves them, or accepted with values that
     change nothing.
     """
 

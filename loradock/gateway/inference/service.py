@@ -49,7 +49,7 @@ class Usage(Struct, frozen=True):
     completion_tokens: int = 0
 
 
-class Start(Struct, frozen=True):
+class GenerationStart(Struct, frozen=True):
     """One generation to start."""
 
     prompt: TextPrompt
@@ -57,7 +57,7 @@ class Start(Struct, frozen=True):
     images: tuple[bytes, ...] = ()
 
 
-class Output(NamedTuple):
+class ChoiceOutput(NamedTuple):
     """A chunk of a choice, the last one with a finish reason; or the end of its generation."""
 
     choice: int
@@ -77,7 +77,7 @@ class Run:
         self._span = SPAN.get()
         self._span.on_start(self.choices)
         self._readers: list[asyncio.Task[None]] = []
-        self._first: Output | None = None
+        self._first: ChoiceOutput | None = None
         self._source = self._read_one(0) if len(generations) == 1 else self._read_all()
 
     @property
@@ -85,7 +85,7 @@ class Run:
         """The number of choices."""
         return len(self._generations) * self._per_generation
 
-    async def collected(self) -> list[Output]:
+    async def collected(self) -> list[ChoiceOutput]:
         """Read everything; return a chunk per choice, in order, and then each generation's end.
 
         Raises `LoradockError`.
@@ -101,13 +101,16 @@ class Run:
             finally:
                 for task in tasks:
                     task.cancel()
-        return [*(Output(choice, _joined(parts)) for choice, parts in enumerate(chunks)), *ends]
+        return [
+            *(ChoiceOutput(choice, _joined(parts)) for choice, parts in enumerate(chunks)),
+            *ends,
+        ]
 
     async def wait_for_first(self) -> None:
         """Wait for the first output: what fails before it can still be answered with a status."""
         self._first = await anext(self._source)
 
-    async def outputs(self) -> AsyncGenerator[Output, None]:
+    async def outputs(self) -> AsyncGenerator[ChoiceOutput, None]:
         """Yield every output, and per generation one with `done`; raises `LoradockError`."""
         if self._first is not None:
             yield self._first
@@ -122,7 +125,7 @@ class Run:
             measurement.on_closed()
             await generation.close()
 
-    async def _collect(self, number: int, chunks: list[list[TokensStreamed]]) -> Output:
+    async def _collect(self, number: int, chunks: list[list[TokensStreamed]]) -> ChoiceOutput:
         measurement = self._measurements[number]
         first = number * self._per_generation
 
@@ -144,7 +147,7 @@ class Run:
                 self._span.on_chunk(first + index, parts[-1])
         return self._finish(number, result)
 
-    async def _read_one(self, number: int) -> AsyncGenerator[Output, None]:
+    async def _read_one(self, number: int) -> AsyncGenerator[ChoiceOutput, None]:
         generation, measurement = self._generations[number], self._measurements[number]
         first = number * self._per_generation
         running = set(range(self._per_generation))
@@ -155,7 +158,7 @@ class Run:
                 if chunk.finish_reason is not None:
                     running.discard(chunk.index)
                 self._span.on_chunk(first + chunk.index, chunk)
-                yield Output(first + chunk.index, chunk)
+                yield ChoiceOutput(first + chunk.index, chunk)
         except LoradockError as error:
             self._fail(number, error)
             raise
@@ -164,21 +167,21 @@ class Run:
             for index in sorted(running):
                 end = _end(result, index)
                 self._span.on_chunk(first + index, end)
-                yield Output(first + index, end)
+                yield ChoiceOutput(first + index, end)
             yield self._finish(number, result)
 
-    def _finish(self, number: int, result: GenerationDone) -> Output:
+    def _finish(self, number: int, result: GenerationDone) -> ChoiceOutput:
         self._measurements[number].on_done(result)
         first = number * self._per_generation
         self._span.on_done(first, result)
-        return Output(first, done=result)
+        return ChoiceOutput(first, done=result)
 
     def _fail(self, number: int, error: LoradockError) -> None:
         self._measurements[number].on_failed()
         self._span.on_error(error)
 
-    async def _read_all(self) -> AsyncGenerator[Output, None]:
-        outputs: asyncio.Queue[Output | LoradockError] = asyncio.Queue(maxsize=1)
+    async def _read_all(self) -> AsyncGenerator[ChoiceOutput, None]:
+        outputs: asyncio.Queue[ChoiceOutput | LoradockError] = asyncio.Queue(maxsize=1)
         for number in range(len(self._generations)):
             self._readers.append(asyncio.create_task(self._forward(number, outputs)))
         running = len(self._generations)
@@ -189,12 +192,14 @@ class Run:
             running -= output.done is not None
             yield output
 
-    async def _forward(self, number: int, outputs: "asyncio.Queue[Output | LoradockError]") -> None:
+    async def _forward(
+        self, number: int, outputs: "asyncio.Queue[ChoiceOutput | LoradockError]"
+    ) -> None:
         try:
             async for output in self._read_one(number):
                 await outputs.put(output)
         except LoradockError as error:
-            # Raised again where the outputs are read.
+            # Raised again by the reader of the outputs.
             await outputs.put(error)
 
 
@@ -267,7 +272,9 @@ class Service:
         files = self.adapter_files
         return files.base if adapter is None else await files.of(adapter)
 
-    async def start(self, adapter: str | None, starts: Sequence[Start], count: int = 1) -> Run:
+    async def start(
+        self, adapter: str | None, starts: Sequence[GenerationStart], count: int = 1
+    ) -> Run:
         """Start generations with `count` choices each; raises `LoradockError`."""
         if len(starts) * count > CHOICES_PER_REQUEST_MAX:
             raise HttpError(
@@ -336,7 +343,7 @@ class Service:
             measurement.on_closed()
         return found
 
-    async def _start_one(self, adapter: str | None, start: Start) -> AsyncGeneration:
+    async def _start_one(self, adapter: str | None, start: GenerationStart) -> AsyncGeneration:
         return await self.client.generate(
             start.prompt,
             adapter,

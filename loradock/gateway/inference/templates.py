@@ -1,4 +1,4 @@
-"""The chat templates of a model or an adapter, and where they are rendered.
+"""The chat templates of a model or an adapter, and the process that renders them.
 
 The model's own, and that of `--chat-template`, are the operator's, and are rendered in the gateway.
 An adapter's are rendered in another process (`chat_template.main`), which the system ends if a
@@ -28,11 +28,11 @@ from loradock.gateway.inference.tool_formats import find_format
 from loradock.processes.subprocesses import process_command
 
 WALL_S: Final = 60.0
-"""How long an answer of the process may take, on a machine that hardly runs it."""
+"""Bound on the time of an answer of the process, on a machine that hardly runs it."""
 END_S: Final = 1.0
-"""How long the process may take to end by itself."""
+"""Bound on the time in which the process ends by itself."""
 RETRY_BACKOFF_S: Final = 60.0
-"""How long a template is refused after it exceeded its bounds, which would cost as much again."""
+"""Time in which a template is refused after it exceeded its bounds: it would cost as much again."""
 
 _ATTEMPTS: Final = 2
 _BOUNDS: Final = f"{CPU_S:g} s of processor time or {MEMORY_BYTES >> 20} MiB"
@@ -45,7 +45,7 @@ class Template(Protocol):
 
     @property
     def reads_parts(self) -> bool:
-        """Whether contents are lists of parts."""
+        """Return whether contents are lists of parts."""
 
     @property
     def tool_format(self) -> str:
@@ -79,7 +79,7 @@ class OperatorsTemplate:
 
     @property
     def reads_parts(self) -> bool:
-        """Whether contents are lists of parts."""
+        """Return whether contents are lists of parts."""
         return self._template.reads_parts
 
     async def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
@@ -106,7 +106,7 @@ class AdaptersTemplate:
 
     @property
     def reads_parts(self) -> bool:
-        """Whether contents are lists of parts."""
+        """Return whether contents are lists of parts."""
         return self._reads_parts
 
     async def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:

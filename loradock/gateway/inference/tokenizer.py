@@ -20,7 +20,7 @@ TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _NO_CHARACTER: Final = "\ufffd"
-"""Stands in a text for bytes that are no character."""
+"""The character that stands for bytes which are no character."""
 
 _BYTE: Final = re.compile("<0x[0-9A-F]{2}>")
 """A vocabulary's entry for a byte, where texts are not divided into bytes before."""
@@ -94,7 +94,7 @@ class Tokenizer:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the tokenizer adds the beginning-of-text token to every text."""
+        """Return whether the tokenizer adds the beginning-of-text token to every text."""
         bos = self.special_tokens.get("bos_token")
         first = self.encode("a", special=True)[:1]
         return bos is not None and first == [self._vocabulary.token_to_id(bos)]
@@ -107,7 +107,7 @@ def _vocabulary(path: Path) -> Vocabulary:
     try:
         return Vocabulary.from_str(text)
     except Exception as error:
-        # The library has no errors of its own.
+        # The library raises plain exceptions.
         raise ValueError(f"{path}: {error}") from error
 
 

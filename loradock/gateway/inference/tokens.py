@@ -64,7 +64,7 @@ class Tokens:
         tokenizer = self._service.tokenizer
         adapter = await self._service.models.find(body.model)
         if (body.prompt is None) == (not body.messages):
-            raise HttpError(400, "either 'prompt' or 'messages' is needed", "prompt")
+            raise HttpError(400, "send either 'prompt' or 'messages'", "prompt")
         if body.prompt is not None:
             tokens = tokenizer.encode(body.prompt, special=body.add_special_tokens is not False)
         else:

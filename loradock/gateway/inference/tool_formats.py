@@ -21,7 +21,7 @@ class Call(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How a model writes calls.
+    """The way in which a model writes calls.
 
     `end` is empty if calls extend to the next `begin` or to the end of the output. `bare`: an
     output that begins with this consists of calls, without `begin`. `short_ids`: the chat template

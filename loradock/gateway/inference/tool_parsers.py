@@ -130,7 +130,7 @@ class Blocks:
 
 
 class Parser(Protocol):
-    """What reads the text of one output."""
+    """A reader of the text of an output."""
 
     def add(self, text: str) -> list[Part]:
         """Return what `text` completes."""

@@ -80,7 +80,7 @@ class ToolFields(Protocol):
 
 
 class ToolPlan(Struct, frozen=True):
-    """How the output of a chat is read.
+    """The way in which the output of a chat is read.
 
     `mode`: `none` (all is text), `auto`, `required`, or `named`. `structure`: what a forced call
     has to follow.

@@ -12,16 +12,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loradock.gateway.adapters.endpoints import AdapterUpdates, Residency
-from loradock.gateway.http.endpoint import Endpoint, EndpointApp, Limits, endpoints_of, header_of
-from loradock.gateway.http.errors import HttpError, Shape, error_response, unauthorized_response
+from loradock.gateway.adapters.endpoints import AdapterUpdates, ModelEndpoints
+from loradock.gateway.http.endpoint import (
+    BodyLimits,
+    Endpoint,
+    EndpointApp,
+    endpoints_of,
+    header_of,
+)
+from loradock.gateway.http.errors import HttpError, error_response, unauthorized_response
 from loradock.gateway.http.openapi import openapi_document
 from loradock.gateway.http.security import ApiKeys, allowed_hosts, configured_keys, with_cors
 from loradock.gateway.http.streams import json_response
 from loradock.gateway.inference.anthropic import AnthropicMessages
 from loradock.gateway.inference.chat import Chats
 from loradock.gateway.inference.completions import Completions
-from loradock.gateway.inference.pooling import Pooling
+from loradock.gateway.inference.pooling import PoolingEndpoints
 from loradock.gateway.inference.prompts import ChatPrompts
 from loradock.gateway.inference.responses import Responses
 from loradock.gateway.inference.tokens import TokenizerInfo, Tokens
@@ -50,7 +56,9 @@ def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -
     async def openapi(_: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    apps = [(one, _app_of(one, gateway, keys, updating=updating)) for one in table]
+    refusal = AccessCheck(keys, updating=updating).refusal
+    limits = BodyLimits(config.body_bytes_max, float(config.receive_timeout_s))
+    apps = [(one, EndpointApp(one, limits, refusal, gateway.spans)) for one in table]
     routes = [Route(one.path, app, methods=[one.method]) for one, app in apps]
     app = Starlette(
         routes=[*routes, Route("/openapi.json", openapi)],
@@ -59,12 +67,7 @@ def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -
     exact: dict[tuple[str, str], ASGIApp]
     exact = {(one.method, one.path): app for one, app in apps if "{" not in one.path}
     served = with_cors(ExactPaths(exact, app), config)
-    if root:
-        served = RootPath(root, served)
-    hosts = allowed_hosts(config, keys)
-    if hosts is not None:
-        served = AllowedHosts(served, hosts)
-    return HeaderLimit(served, config.header_bytes_max)
+    return Entrance(served, config.header_bytes_max, allowed_hosts(config, keys), root)
 
 
 def _owners(gateway: Gateway) -> list[object]:
@@ -85,10 +88,10 @@ def _owners(gateway: Gateway) -> list[object]:
         chats,
         Responses(service, chats),
         AnthropicMessages(service, chats, prompts),
-        Pooling(service),
+        PoolingEndpoints(service),
         Tokens(service, ChatPrompts(())),
         *((TokenizerInfo(service),) if config.enable_tokenizer_info_endpoint else ()),
-        Residency(client, table, names, service.context),
+        ModelEndpoints(client, table, names, service.context),
         AdapterUpdates(client, table, names),
         Health(client, gateway.recorder),
         Info(config),
@@ -108,23 +111,9 @@ def root_path_of(config: GatewayConfig) -> str:
 
 
 def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bool:
-    """Whether clients may change adapters."""
+    """Return whether clients can change adapters."""
     variable = environment.get(UPDATING_VARIABLE, "").strip().lower()
     return config.allow_runtime_lora_updating or variable in _TRUE
-
-
-class RootPath:
-    """An application around another: the prefix of a proxy is removed from paths that have it."""
-
-    def __init__(self, root: str, app: ASGIApp) -> None:
-        self._root = root
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
-            scope["path"] = scope["path"].removeprefix(self._root)
-        await self._app(scope, receive, send)
 
 
 class ExactPaths:
@@ -152,76 +141,67 @@ class ExactPaths:
             raise
 
 
-class KeyedApp:
-    """An endpoint that is served to requests with a valid key alone."""
+class AccessCheck:
+    """The access of requests to endpoints: with a valid key, and while adapters can be changed."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, shape: Shape) -> None:
-        self._app = app
-        self._keys = keys
-        self._shape = shape
+    def __init__(self, keys: ApiKeys, *, updating: bool) -> None:
+        self._keys = keys if keys.are_needed else None
+        self._updating = updating
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if self._keys.accept(scope):
-            await self._app(scope, receive, send)
-        else:
-            await unauthorized_response(self._shape)(scope, receive, send)
-
-
-class RefusingApp:
-    """An endpoint that answers every request with one error."""
-
-    def __init__(self, error: HttpError) -> None:
-        self._error = error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        await error_response(self._error)(scope, receive, send)
-
-
-def _host_name(header: str) -> str:
-    """Return the host in `HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].rstrip(".").lower()
-
-
-class AllowedHosts:
-    """An application around another: requests to a name that is not this host's are refused."""
-
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
-        self._app = app
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; one without a host is no browser's."""
-        host = _host_name(header_of(scope, b"host")) if scope["type"] == "http" else ""
-        if host and host not in self._hosts:
+    def refusal(self, endpoint: Endpoint, scope: Scope) -> Response | None:
+        """Return the answer to a request without access; None if it has access."""
+        if endpoint.access == "public":
+            return None
+        if self._keys is not None and not self._keys.accept(scope):
+            return unauthorized_response(endpoint.shape)
+        if endpoint.access == "updating" and not self._updating:
             message = (
-                f"the host {host[:_HOST_CHARACTERS]!r} is not served; address the gateway as "
-                "localhost, or start it with --allowed-host HOST or with an API key"
+                "adapters can't be changed over HTTP; start the gateway with "
+                f"--allow-runtime-lora-updating or {UPDATING_VARIABLE}=1"
             )
-            await error_response(HttpError(403, message))(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            return error_response(HttpError(403, message))
+        return None
 
 
-class HeaderLimit:
-    """An application around another: requests whose head is too long are refused."""
+class Entrance:
+    """An application around another, for what does not depend on the endpoint.
 
-    def __init__(self, app: ASGIApp, bytes_max: int) -> None:
+    A request whose head is too long, or to a name that is not in `hosts`, is refused; None: any
+    name is served. The prefix `root` of a proxy is removed from paths that have it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, head_bytes_max: int, hosts: Collection[str] | None, root: str
+    ) -> None:
         self._app = app
-        self._bytes_max = bytes_max
+        self._head_bytes_max = head_bytes_max
+        self._hosts = hosts
+        self._root = root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "http" and _head_bytes(scope) > self._bytes_max:
-            error = HttpError(
-                431, f"the head is too long; at most {self._bytes_max} bytes are read"
-            )
-            await error_response(error)(scope, receive, send)
+        refused = self._refused(scope) if scope["type"] == "http" else None
+        if refused is not None:
+            await error_response(refused)(scope, receive, send)
             return
+        if self._root and scope["path"].startswith(f"{self._root}/"):
+            scope["path"] = scope["path"].removeprefix(self._root)
         await self._app(scope, receive, send)
+
+    def _refused(self, scope: Scope) -> HttpError | None:
+        if _head_bytes(scope) > self._head_bytes_max:
+            return HttpError(
+                431, f"the head is too long; at most {self._head_bytes_max} bytes are read"
+            )
+        # A request without a host is not from a browser.
+        host = "" if self._hosts is None else _host_name(header_of(scope, b"host"))
+        if not host or host in (self._hosts or ()):
+            return None
+        message = (
+            f"the host {host[:_HOST_CHARACTERS]!r} is not served; address the gateway as "
+            "localhost, or start it with --allowed-host HOST or with an API key"
+        )
+        return HttpError(403, message)
 
 
 def _head_bytes(scope: Scope) -> int:
@@ -231,19 +211,11 @@ def _head_bytes(scope: Scope) -> int:
     return size
 
 
-def _app_of(endpoint: Endpoint, gateway: Gateway, keys: ApiKeys, *, updating: bool) -> ASGIApp:
-    config = gateway.config
-    limits = Limits(config.body_bytes_max, float(config.receive_timeout_s))
-    app: ASGIApp = EndpointApp(endpoint, limits, gateway.spans)
-    if endpoint.access == "updating" and not updating:
-        message = (
-            "adapters can't be changed over HTTP; start the gateway with "
-            f"--allow-runtime-lora-updating or {UPDATING_VARIABLE}=1"
-        )
-        app = RefusingApp(HttpError(403, message))
-    if endpoint.access != "public" and keys.are_needed:
-        app = KeyedApp(app, keys, endpoint.shape)
-    return app
+def _host_name(header: str) -> str:
+    """Return the host in `HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].rstrip(".").lower()
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -33,10 +33,10 @@ BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75
 HEAD_TIMEOUT_S: Final = 20.0
 UNREAD_TIMEOUT_S: Final = 60.0
-"""How long a client may read nothing of an answer that waits for it."""
+"""Bound on the time in which a client reads nothing of an answer that waits for it."""
 
 STEP_BOUND_S: Final = 60.0
-"""How long a turn of the loop may take; the supervisor ends a process that takes longer."""
+"""Bound on a turn of the loop; the supervisor ends a process that takes longer."""
 
 GARBAGE_OBJECTS: Final = 20_000
 """Objects that are made, and not freed, between two collections of garbage."""
@@ -123,7 +123,7 @@ async def serve(
 class _Server(uvicorn.Server):
     """A server that reports its steps.
 
-    It ends what has no end of its own before it waits for requests to end.
+    It ends the streams that have no end before it waits for requests to end.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ def _protocol(config: GatewayConfig) -> Any:
     try:
         from loradock.gateway.server.protocol import bounded_protocol  # noqa: PLC0415 - may be missing
     except ImportError:
-        # h11 is slower, and has bounds of its own.
+        # h11 is slower, and has bounds.
         return "h11"
     return bounded_protocol(config.header_bytes_max, HEAD_TIMEOUT_S, UNREAD_TIMEOUT_S)
 

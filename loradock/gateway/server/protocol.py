@@ -57,7 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def has_received_all(self) -> bool:
-        """Whether no message is incomplete."""
+        """Return whether no message is incomplete."""
         return self._in_head
 
     def set_watch(self, watch: Watch | None) -> None:

@@ -1,6 +1,8 @@
 """Files beside adapters are read below the roots alone, whatever their names lead to."""
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,7 +10,7 @@ from loradock.gateway.adapters.directory import AdapterDirectory, FileRefused, N
 
 
 @pytest.fixture
-def root(tmp_path):
+def root(tmp_path: Path) -> Path:
     directory = tmp_path / "root" / "a"
     directory.mkdir(parents=True)
     (directory / "f").write_text("text")
@@ -17,12 +19,12 @@ def root(tmp_path):
     return tmp_path / "root"
 
 
-def read(path, root, name="f", bytes_max=100):
+def read(path: Any, root: Any, name: Any = "f", bytes_max: int = 100) -> Any:
     with AdapterDirectory(str(path), [str(root)]) as directory:
         return directory.read(name, bytes_max)
 
 
-def test_a_path_is_absolute_or_relative_to_a_root(root):
+def test_a_path_is_absolute_or_relative_to_a_root(root: Any) -> None:
     assert read("a", root) == read(root / "a", root) == "text"
     with AdapterDirectory("a", [str(root / "none"), str(root)]) as directory:
         assert directory.read("f", 4) == "text"
@@ -31,13 +33,13 @@ def test_a_path_is_absolute_or_relative_to_a_root(root):
 
 
 @pytest.mark.parametrize("path", ["../secret", "link", "missing", "a/f"])
-def test_directories_that_the_engine_would_not_read_are_not_readable(root, path):
+def test_directories_that_the_engine_would_not_read_are_not_readable(root: Any, path: Any) -> None:
     (root / "link").symlink_to(root.parent / "secret")
     with pytest.raises(NotReadable):
         read(path, root)
 
 
-def test_files_that_the_engine_would_not_read_are_not_readable(root):
+def test_files_that_the_engine_would_not_read_are_not_readable(root: Any) -> None:
     directory = root / "a"
     (directory / "out").symlink_to(root.parent / "secret" / "f")
     os.link(root.parent / "secret" / "f", directory / "second")
@@ -47,7 +49,7 @@ def test_files_that_the_engine_would_not_read_are_not_readable(root):
             read("a", root, name)
 
 
-def test_long_files_and_other_bytes_are_refused(root):
+def test_long_files_and_other_bytes_are_refused(root: Any) -> None:
     assert read("a", root, bytes_max=4) == "text"
     with pytest.raises(FileRefused, match="4 bytes"):
         read("a", root, bytes_max=3)

@@ -2,6 +2,8 @@
 
 import asyncio
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +20,12 @@ from tests.support.gateway.served import Adapters, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
 
-def an_adapter(directory):
+def an_adapter(directory: Any) -> None:
     directory.mkdir(parents=True)
     (directory / "adapter_config.json").write_text("{}")
 
 
-def test_a_directory_below_the_root_is_found(tmp_path):
+def test_a_directory_below_the_root_is_found(tmp_path: Path) -> None:
     an_adapter(tmp_path / "root" / "good")
     an_adapter(tmp_path / "outside")
     (tmp_path / "root" / "empty").mkdir()
@@ -37,15 +39,15 @@ def test_a_directory_below_the_root_is_found(tmp_path):
         DirectoryResolver(str(tmp_path / "nothing"))
 
 
-def plugin(base, name):
+def plugin(base: str, name: Any) -> str | None:
     return f"found/{name}" if name.startswith("p-") else None
 
 
-async def awaited_plugin(base, name):
+async def awaited_plugin(base: str, name: Any) -> str | None:
     return plugin(base, name)
 
 
-def installed(monkeypatch, **values):
+def installed(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
     points = EntryPoints(
         EntryPoint(name, f"{__name__}:{value}", resolvers.RESOLVER_GROUP)
         for name, value in values.items()
@@ -54,7 +56,7 @@ def installed(monkeypatch, **values):
     monkeypatch.setattr(EntryPoint, "load", lambda self: globals()[self.attr])
 
 
-def test_installed_plugins_are_used_by_name(monkeypatch):
+def test_installed_plugins_are_used_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, mine="plugin", broken="RESOLVED")
     assert configured_resolvers((), ["mine"]) == (plugin,)
     with pytest.raises(ResolverError, match="installed are: broken, mine"):
@@ -69,12 +71,12 @@ RESOLVED = 5
 class Client:
     """Counts loads, which end when the test allows it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.loads = []
         self.may_end = asyncio.Event()
         self.error = None
 
-    async def load(self, name, path):
+    async def load(self, name: Any, path: Any) -> None:
         self.loads.append((name, path))
         await self.may_end.wait()
         if self.error:
@@ -82,8 +84,8 @@ class Client:
 
 
 @pytest.mark.parametrize("resolver", [plugin, awaited_plugin])
-def test_concurrent_requests_share_one_resolution(resolver):
-    async def main():
+def test_concurrent_requests_share_one_resolution(resolver: Any) -> None:
+    async def main() -> None:
         client = Client()
         resolution = Resolution(client, [resolver])
         waiting = [asyncio.create_task(resolution.resolve("base", "p-1")) for _ in range(20)]
@@ -103,7 +105,7 @@ def test_concurrent_requests_share_one_resolution(resolver):
     asyncio.run(main())
 
 
-def test_a_resolved_name_is_loaded_and_served(tmp_path):
+def test_a_resolved_name_is_loaded_and_served(tmp_path: Path) -> None:
     an_adapter(tmp_path / "root" / "late")
     with StandIn(tmp_path) as controller:
         Adapters(controller)

@@ -1,17 +1,21 @@
 """API keys: from options, file and environment, and which endpoints need one; names of hosts."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from loradock.gateway.http.security import ApiKeys, allowed_hosts, configured_keys
 from loradock.gateway.options import GatewayConfig, GatewayOptions
-from tests.support.gateway.served import serve_gateway
+from tests.support.gateway.served import Served, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
 PUBLIC = {"/health", "/ping", "/version", "/load", "/metrics", "/"}
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory):
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with (
         StandIn(tmp_path_factory.mktemp("gw")) as controller,
         serve_gateway(
@@ -21,7 +25,7 @@ def keyed(tmp_path_factory):
         yield gateway
 
 
-def test_every_endpoint_needs_a_key_but_the_public_ones(keyed):
+def test_every_endpoint_needs_a_key_but_the_public_ones(keyed: Served) -> None:
     paths = keyed.get("/openapi.json").json()["paths"]
     assert len(paths) > 20
     for path, methods in paths.items():
@@ -53,16 +57,16 @@ def test_every_endpoint_needs_a_key_but_the_public_ones(keyed):
         ("Bearer \udcff".encode("utf-8", "surrogateescape"), 401),
     ],
 )
-def test_a_request_has_one_of_the_keys(keyed, value, status):
+def test_a_request_has_one_of_the_keys(keyed: Served, value: Any, status: int) -> None:
     assert keyed.get("/v1/models", authorization=value).status_code == status
 
 
 @pytest.mark.parametrize(("key", "status"), [("one", 200), ("one2", 401), ("", 401)])
-def test_a_key_may_be_in_the_header_of_anthropic(keyed, key, status):
+def test_a_key_may_be_in_the_header_of_anthropic(keyed: Served, key: Any, status: int) -> None:
     assert keyed.get("/v1/models", **{"x-api-key": key}).status_code == status
 
 
-def test_keys_come_from_options_file_and_environment(tmp_path):
+def test_keys_come_from_options_file_and_environment(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("of-file\n\n  spaced \n")
     options = GatewayOptions(api_keys=("of-option",), api_key_file=str(file))
@@ -72,10 +76,10 @@ def test_keys_come_from_options_file_and_environment(tmp_path):
     assert configured_keys(GatewayOptions(), {"VLLM_API_KEY": ""}) == ()
 
 
-def test_a_file_without_keys_does_not_open_the_gateway(tmp_path):
+def test_a_file_without_keys_does_not_open_the_gateway(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\n")
-    with pytest.raises(ValueError, match="no API key"):
+    with pytest.raises(ValueError, match="must contain an API key"):
         configured_keys(GatewayOptions(api_key_file=str(file)), {})
     with pytest.raises(OSError, match="none"):
         configured_keys(GatewayOptions(api_key_file=str(tmp_path / "none")), {})
@@ -83,12 +87,12 @@ def test_a_file_without_keys_does_not_open_the_gateway(tmp_path):
         configured_keys(GatewayOptions(api_keys=("",)), {})
 
 
-def test_without_keys_requests_need_none():
+def test_without_keys_requests_need_none() -> None:
     assert ApiKeys(()).accept({"headers": []})
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory):
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with (
         StandIn(tmp_path_factory.mktemp("gw")) as controller,
         serve_gateway(controller, allowed_hosts=("Proxy.example",)) as gateway,
@@ -108,7 +112,9 @@ def local(tmp_path_factory):
         ),
     ],
 )
-def test_without_keys_a_request_has_to_name_this_host(local, host, status):
+def test_without_keys_a_request_has_to_name_this_host(
+    local: Served, host: Any, status: int
+) -> None:
     for path in ("/v1/models", "/health", "/", "/openapi.json", "/not-there"):
         response = local.get(path, host=host)
         assert response.status_code == (404 if (path, status) == ("/not-there", 200) else status)
@@ -116,14 +122,14 @@ def test_without_keys_a_request_has_to_name_this_host(local, host, status):
         assert "--allowed-host" in response.json()["error"]["message"]
 
 
-def test_a_request_without_a_host_is_served(local):
+def test_a_request_without_a_host_is_served(local: Served) -> None:
     assert local.raw(b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
 
 
-def test_hosts_are_compared_where_a_web_page_could_reach_the_gateway():
+def test_hosts_are_compared_where_a_web_page_could_reach_the_gateway() -> None:
     own = {"localhost", "127.0.0.1", "::1"}
 
-    def hosts(keys=(), **options):
+    def hosts(keys: Any = (), **options: Any) -> Any:
         return allowed_hosts(GatewayConfig(**options), ApiKeys(keys))
 
     assert hosts() == own

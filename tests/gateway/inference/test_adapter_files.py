@@ -4,6 +4,9 @@ import itertools
 import json
 import os
 import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from loradock.gateway.inference import templates
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
+from tests.support.gateway.outputs import only_generation
 from tests.support.gateway.served import Adapters, model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn, view
 from tests.support.waiting import HANG_S, wait_until
@@ -26,7 +30,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory):
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A gateway that may read the directories `adapters/NAME` of its root."""
     directory = tmp_path_factory.mktemp("gw")
     model, root = model_directory(directory), directory / "root"
@@ -43,7 +47,7 @@ def gateway(tmp_path_factory):
 
 
 @pytest.fixture
-def saved(gateway):
+def saved(gateway: Any) -> Iterator[Any]:
     """Return the directory of a new adapter, with the tokenizer that was trained with."""
     name = f"a{next(NUMBERS)}"
     gateway.name, gateway.adapter = name, gateway.root / name
@@ -55,27 +59,28 @@ def saved(gateway):
     gateway.controller.received.clear()
 
 
-def generate(served, **more):
+def generate(served: Any, **more: Any) -> Any:
     """Return what one request for the adapter, or for `model`, makes the controller generate."""
     body = {"model": getattr(served, "name", None), "messages": HELLO} | more
     served.controller.received.clear()
     response = served.post(PATH, body)
     assert response.status_code == 200, response.text
-    [request] = served.controller.requests(rq.Generate)
-    return request
+    return only_generation(served)
 
 
-def prompt(served, **more):
+def prompt(served: Any, **more: Any) -> Any:
     return bytes(generate(served, **more).prompt).decode()
 
 
-def sampling(served, **more):
+def sampling(served: Any, **more: Any) -> Any:
     return generate(served, **more).sampling
 
 
 @pytest.mark.parametrize("save_jinja_files", [True, False])
 @pytest.mark.parametrize("template", [OWN, {"default": OWN, "tool_use": "{{ tools | length }}"}])
-def test_an_adapters_own_template_prompts_its_chats(saved, save_jinja_files, template):
+def test_an_adapters_own_template_prompts_its_chats(
+    saved: Any, save_jinja_files: bool, template: Any
+) -> None:
     saved.tokenizer.chat_template = template
     saved.tokenizer.save_pretrained(saved.adapter, save_jinja_files=save_jinja_files)
     assert (saved.adapter / "chat_template.jinja").exists() == save_jinja_files
@@ -85,7 +90,7 @@ def test_an_adapters_own_template_prompts_its_chats(saved, save_jinja_files, tem
     assert prompt(saved, model=f"tiny-chat:{saved.name}") == "[hi]"
 
 
-def test_the_format_of_calls_is_the_one_that_an_adapters_own_template_shows(saved):
+def test_the_format_of_calls_is_the_one_that_an_adapters_own_template_shows(saved: Any) -> None:
     saved.tokenizer.chat_template = "{% if tools %}<tool_call>{% endif %}" + OWN
     saved.tokenizer.save_pretrained(saved.adapter)
     assert prompt(saved, tools=TOOLS) == "<tool_call>[hi]"
@@ -93,7 +98,7 @@ def test_the_format_of_calls_is_the_one_that_an_adapters_own_template_shows(save
     assert saved.post(PATH, {"messages": HELLO, "tools": TOOLS}).status_code == 400
 
 
-def test_what_is_tokenized_is_what_a_chat_sends(saved):
+def test_what_is_tokenized_is_what_a_chat_sends(saved: Any) -> None:
     saved.tokenizer.chat_template = "{{ bos_token }}" + OWN
     saved.tokenizer.save_pretrained(saved.adapter)
     for model in (saved.name, None):
@@ -101,7 +106,7 @@ def test_what_is_tokenized_is_what_a_chat_sends(saved):
         assert tuple(tokens) == generate(saved, model=model).prompt
 
 
-def test_a_template_has_the_special_tokens_that_it_was_saved_with(saved):
+def test_a_template_has_the_special_tokens_that_it_was_saved_with(saved: Any) -> None:
     saved.tokenizer.chat_template = "{{ eos_token }}{{ bos_token }}"
     saved.tokenizer.eos_token = "b"
     saved.tokenizer.save_pretrained(saved.adapter)
@@ -111,20 +116,23 @@ def test_a_template_has_the_special_tokens_that_it_was_saved_with(saved):
     assert prompt(saved, model=None) == OF_MODEL
 
 
-def test_an_adapter_without_files_is_prompted_as_the_model(saved):
+def test_an_adapter_without_files_is_prompted_as_the_model(saved: Any) -> None:
     with capture_logs() as logs:
         assert prompt(saved) == OF_MODEL
     assert sampling(saved).temperature == 0.5
     assert not [entry for entry in logs if entry["log_level"] == "warning"]
 
 
-def test_a_request_precedes_the_adapters_defaults_and_they_the_models(saved):
+def test_a_request_precedes_the_adapters_defaults_and_they_the_models(saved: Any) -> None:
     GenerationConfig(
         temperature=0.25, min_p=0.1, repetition_penalty=1.5, max_new_tokens=5, do_sample=True
     ).save_pretrained(saved.adapter)
     found = sampling(saved)
     assert (found.temperature, found.top_k, found.min_p) == (0.25, 7, 0.1)
     assert (found.repetition_penalty, found.max_tokens) == (1.5, 5)
+    saved.controller.received.clear()
+    saved.post("/v1/completions", {"model": saved.name, "prompt": "x"})
+    assert only_generation(saved).sampling.temperature == 0.25
     found = sampling(saved, temperature=1.0, repetition_penalty=1.0, max_tokens=9, top_k=0, min_p=0)
     assert (found.temperature, found.top_k, found.min_p) == (1.0, 0, 0.0)
     assert (found.repetition_penalty, found.max_tokens) == (1.0, 9)
@@ -132,14 +140,7 @@ def test_a_request_precedes_the_adapters_defaults_and_they_the_models(saved):
     assert (found.temperature, found.top_k, found.repetition_penalty) == (0.5, 7, 1.0)
 
 
-def test_texts_have_the_defaults_too(saved):
-    (saved.adapter / "generation_config.json").write_text('{"temperature": 0.25}')
-    saved.post("/v1/completions", {"model": saved.name, "prompt": "x"})
-    [request] = saved.controller.requests(rq.Generate)
-    assert request.sampling.temperature == 0.25
-
-
-def test_an_output_ends_at_the_tokens_that_ended_it_in_training(saved):
+def test_an_output_ends_at_the_tokens_that_ended_it_in_training(saved: Any) -> None:
     saved.tokenizer.eos_token = "b"
     saved.tokenizer.save_pretrained(saved.adapter)
     GenerationConfig(eos_token_id=[258, 97]).save_pretrained(saved.adapter)
@@ -153,7 +154,7 @@ def test_an_output_ends_at_the_tokens_that_ended_it_in_training(saved):
 @pytest.mark.parametrize(
     "config", ['{"temperature": "hot"}', '{"top_p": 0}', "[]", "{", '{"eos_token_id": -1}']
 )
-def test_wrong_defaults_are_reported_and_not_used(saved, config):
+def test_wrong_defaults_are_reported_and_not_used(saved: Any, config: Any) -> None:
     (saved.adapter / "generation_config.json").write_text(config)
     with capture_logs() as logs:
         assert sampling(saved).temperature == 0.5
@@ -172,13 +173,13 @@ def test_wrong_defaults_are_reported_and_not_used(saved, config):
         ("tokenizer_config.json", '{"chat_template": [{"name": "rag"}]}', "named 'default'"),
         ("tokenizer_config.json", "{", "not JSON"),
         ("chat_template.jinja", "{{ raise_exception('no') }}", "refuses: no"),
-        ("chat_template.jinja", "{{ messages.__class__.__mro__ }}", "can't be applied"),
-        ("chat_template.jinja", "{{ messages.append(1) }}", "can't be applied"),
         ("chat_template.jinja", "{{ cycler.__init__.__globals__ }}", "can't be applied"),
         ("chat_template.jinja", "{{ 'x' * 2000000 }}", "characters"),
     ],
 )
-def test_a_template_that_is_wrong_refuses_chats_of_its_adapter_alone(saved, name, content, match):
+def test_a_template_that_is_wrong_refuses_chats_of_its_adapter_alone(
+    saved: Any, name: Any, content: Any, match: str
+) -> None:
     data = content if isinstance(content, bytes) else content.encode()
     (saved.adapter / name).write_bytes(data)
     response = saved.post(PATH, {"model": saved.name, "messages": HELLO})
@@ -204,7 +205,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("template", HOSTILE)
-def test_a_hostile_template_ends_with_its_request(saved, template):
+def test_a_hostile_template_ends_with_its_request(saved: Any, template: Any) -> None:
     (saved.adapter / "chat_template.jinja").write_text(template)
     response = saved.post(PATH, {"model": saved.name, "messages": HELLO})
     assert response.status_code == 400, response.text
@@ -213,7 +214,7 @@ def test_a_hostile_template_ends_with_its_request(saved, template):
     assert saved.post(PATH, {"model": saved.name, "messages": HELLO}).status_code == 400
 
 
-def test_others_are_served_while_a_template_runs(saved):
+def test_others_are_served_while_a_template_runs(saved: Any) -> None:
     (saved.adapter / "chat_template.jinja").write_text(HOSTILE[0])
     answers = []
     body = {"model": saved.name, "messages": HELLO}
@@ -226,8 +227,8 @@ def test_others_are_served_while_a_template_runs(saved):
 
 
 def test_a_template_is_refused_for_a_time_after_it_exceeded_a_bound_and_others_do_not(
-    saved, monkeypatch
-):
+    saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(templates, "RETRY_BACKOFF_S", 1e9)
     (saved.adapter / "chat_template.jinja").write_text(
         "{% if messages[0].content == 'loop' %}" + HOSTILE[0] + "{% endif %}ok"
@@ -246,7 +247,7 @@ def test_a_template_is_refused_for_a_time_after_it_exceeded_a_bound_and_others_d
     del saved.controller.adapters[other.name]
 
 
-def test_a_replaced_adapter_has_its_new_template(saved):
+def test_a_replaced_adapter_has_its_new_template(saved: Any) -> None:
     template = saved.adapter / "chat_template.jinja"
     template.write_text("one")
     assert prompt(saved) == "one"
@@ -265,7 +266,9 @@ def test_a_replaced_adapter_has_its_new_template(saved):
     wait_until(lambda: prompt(saved) == "three")
 
 
-def test_an_adapter_that_is_loaded_again_with_the_same_weights_has_its_new_template(saved):
+def test_an_adapter_that_is_loaded_again_with_the_same_weights_has_its_new_template(
+    saved: Any,
+) -> None:
     Adapters(saved.controller)
     template = saved.adapter / "chat_template.jinja"
     template.write_text("one")
@@ -282,13 +285,13 @@ def test_an_adapter_that_is_loaded_again_with_the_same_weights_has_its_new_templ
         del saved.controller.answers[kind]
 
 
-def test_concurrent_chats_have_the_templates_of_their_models(saved):
+def test_concurrent_chats_have_the_templates_of_their_models(saved: Any) -> None:
     saved.tokenizer.chat_template = OWN
     saved.tokenizer.save_pretrained(saved.adapter)
     saved.controller.received.clear()
     wrong = []
 
-    def chat(index):
+    def chat(index: int) -> None:
         model = saved.name if index % 2 else "base"
         body = {"model": model if index % 2 else None, "messages": HELLO}
         response = saved.post(PATH, body)
@@ -309,7 +312,7 @@ def test_concurrent_chats_have_the_templates_of_their_models(saved):
 
 
 @pytest.mark.parametrize("kind", ["missing", "linked", "outside", "second name"])
-def test_what_may_not_be_read_is_reported_once(saved, kind):
+def test_what_may_not_be_read_is_reported_once(saved: Any, kind: Any) -> None:
     outside = saved.root.parent.parent / f"outside-{saved.name}"
     outside.mkdir()
     (outside / "chat_template.jinja").write_text("secret")
@@ -332,7 +335,7 @@ def test_what_may_not_be_read_is_reported_once(saved, kind):
     assert "the model's chat template" in entry["reason"]
 
 
-def test_a_gateway_without_roots_says_so_once(tmp_path):
+def test_a_gateway_without_roots_says_so_once(tmp_path: Path) -> None:
     model = model_directory(tmp_path)
     with (
         StandIn(tmp_path) as controller,
@@ -342,10 +345,10 @@ def test_a_gateway_without_roots_says_so_once(tmp_path):
         for name in ("upper", "reverse"):
             assert prompt(served, model=name) == OF_MODEL
     [entry] = [entry for entry in logs if "adapter" in entry]
-    assert "--adapter-root is needed" in entry["event"]
+    assert "start the gateway with --adapter-root" in entry["event"]
 
 
-def test_the_operators_template_precedes_the_adapters(tmp_path):
+def test_the_operators_template_precedes_the_adapters(tmp_path: Path) -> None:
     model, adapter = model_directory(tmp_path), tmp_path / "adapters" / "upper"
     adapter.mkdir(parents=True)
     (adapter / "chat_template.jinja").write_text(OWN)

@@ -2,13 +2,15 @@
 
 import base64
 import json
+from typing import Any
 
 import pytest
 
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import IllustratedPrompt
-from tests.support.gateway.outputs import generate, prompt, sampling
+from tests.support.gateway.outputs import generate, only_generation, prompt, refuse, sampling
+from tests.support.gateway.served import Served
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -18,7 +20,7 @@ TOOLS = [{"name": "weather", "description": "now", "input_schema": SCHEMA}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
-def events(served, **fields):
+def events(served: Served, **fields: Any) -> Any:
     """Return the events of a stream, each after its name."""
     with served.http.stream("POST", PATH, json={**BODY, **fields, "stream": True}) as response:
         text = "".join(response.iter_text())
@@ -30,7 +32,7 @@ def events(served, **fields):
     return found
 
 
-def whole_of(stream):
+def whole_of(stream: bool) -> Any:
     """Return the message that a client accumulates from events."""
     message, inputs = stream[0]["message"], {}
     for event in stream[1:]:
@@ -52,16 +54,16 @@ def whole_of(stream):
     return message
 
 
-def whole(served, **fields):
+def whole(served: Served, **fields: Any) -> Any:
     return served.post(PATH, {**BODY, **fields}).json()
 
 
-def streamed(served, **fields):
+def streamed(served: Served, **fields: Any) -> Any:
     return whole_of(events(served, **fields))
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_a_message(hermes, read):
+def test_a_message(hermes: Served, read: Any) -> None:
     generate(hermes, "Hello.")
     message = read(hermes, system="Be kind.", temperature=0.5, top_k=3, top_p=0.5)
     assert message["content"] == [{"type": "text", "text": "Hello."}]
@@ -75,7 +77,7 @@ def test_a_message(hermes, read):
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_the_model_may_use_tools(hermes, read):
+def test_the_model_may_use_tools(hermes: Served, read: Any) -> None:
     generate(hermes, f"I look.\n{CALL}\n{CALL}")
     message = read(hermes, tools=TOOLS)
     text, first, second = message["content"]
@@ -93,7 +95,7 @@ def test_the_model_may_use_tools(hermes, read):
         ({"type": "tool", "name": "weather"}, '{"city": "Rome"}'),
     ],
 )
-def test_a_use_can_be_forced(hermes, read, choice, output):
+def test_a_use_can_be_forced(hermes: Served, read: Any, choice: Any, output: Any) -> None:
     generate(hermes, output)
     choice = {**choice, "disable_parallel_tool_use": True}
     [use] = read(hermes, tools=TOOLS, tool_choice=choice)["content"]
@@ -101,18 +103,18 @@ def test_a_use_can_be_forced(hermes, read, choice, output):
     assert sampling(hermes).structure is not None
 
 
-def test_no_tool_is_used_if_none_may_be(hermes):
+def test_no_tool_is_used_if_none_may_be(hermes: Served) -> None:
     generate(hermes, CALL)
     [block] = whole(hermes, tools=TOOLS, tool_choice={"type": "none"})["content"]
     assert block == {"type": "text", "text": CALL}
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_how_a_message_ended(hermes, read):
+def test_how_a_message_ended(hermes: Served, read: Any) -> None:
     generate(hermes, "abc", "length")
     assert read(hermes)["stop_reason"] == "max_tokens"
 
-    def stop(request):
+    def stop(request: Any) -> Any:
         text = rq.TokensStreamed(
             request.request_id, 0, (1,), "a", finish_reason="stop", stop_reason="END"
         )
@@ -125,14 +127,14 @@ def test_how_a_message_ended(hermes, read):
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
 
 
-def test_a_forced_use_that_is_cut_off_is_shown(hermes):
+def test_a_forced_use_that_is_cut_off_is_shown(hermes: Served) -> None:
     generate(hermes, '{"city": "Ro', "length")
     message = whole(hermes, tools=TOOLS, tool_choice={"type": "tool", "name": "weather"})
     assert message["content"] == [{"type": "text", "text": '{"city": "Ro'}]
     assert message["stop_reason"] == "max_tokens"
 
 
-def test_the_template_reads_uses_and_results(hermes):
+def test_the_template_reads_uses_and_results(hermes: Served) -> None:
     use = {"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "Paris"}}
     text = {"type": "text", "text": "I look.", "cache_control": {"type": "ephemeral"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [{**text, "text": "sunny"}]}
@@ -148,29 +150,30 @@ def test_the_template_reads_uses_and_results(hermes):
     )
 
 
-def test_a_last_message_of_the_assistant_is_continued(hermes):
+def test_a_last_message_of_the_assistant_is_continued(hermes: Served) -> None:
     messages = [*BODY["messages"], {"role": "assistant", "content": "Well,"}]
     whole(hermes, messages=messages)
     assert prompt(hermes) == "<user>hi<assistant>Well,"
 
 
-def test_images_have_their_place(served):
+def test_images_have_their_place(served: Served) -> None:
     data = base64.b64encode(b"png bytes").decode()
     source = {"type": "base64", "media_type": "image/png", "data": data}
     content = [{"type": "text", "text": "see "}, {"type": "image", "source": source}]
     served.post(PATH, {**BODY, "messages": [{"role": "user", "content": content}]})
-    [request] = served.controller.requests(rq.Generate)
-    assert request.prompt == IllustratedPrompt("<user>see <image><assistant>", (b"png bytes",))
+    assert only_generation(served).prompt == IllustratedPrompt(
+        "<user>see <image><assistant>", (b"png bytes",)
+    )
 
 
-def test_an_answer_can_have_a_structure(hermes):
+def test_an_answer_can_have_a_structure(hermes: Served) -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     generate(hermes, "{}")
     whole(hermes, output_config={"format": form})
     assert json.loads(sampling(hermes).structure.text) == SCHEMA
 
 
-def test_tokens_are_counted(hermes):
+def test_tokens_are_counted(hermes: Served) -> None:
     body = {"model": "upper", "messages": BODY["messages"], "system": "Be kind."}
     answer = hermes.post(COUNT, body).json()
     assert answer == {"input_tokens": len("<system>Be kind.<user>hi<assistant>")}
@@ -191,7 +194,9 @@ def test_tokens_are_counted(hermes):
         ({"mcp_servers": []}, "mcp_servers"),
     ],
 )
-def test_what_is_not_served_is_refused_in_the_shape_of_the_protocol(hermes, fields, named):
+def test_what_is_not_served_is_refused_in_the_shape_of_the_protocol(
+    hermes: Served, fields: Any, named: str
+) -> None:
     response = hermes.post(PATH, {**BODY, **fields})
     assert response.status_code == 400
     error = response.json()
@@ -199,25 +204,18 @@ def test_what_is_not_served_is_refused_in_the_shape_of_the_protocol(hermes, fiel
     assert named in error["error"]["message"]
 
 
-def test_an_unknown_model_and_an_absent_engine_have_their_types(hermes):
-    response = hermes.post(PATH, {**BODY, "model": "unknown"})
-    assert response.status_code == 404
-    assert response.json()["error"]["type"] == "not_found_error"
-    hermes.controller.answers[rq.Generate] = lambda request: rq.Refused(
-        request.request_id, ErrorCode.ENGINE_GONE, "its process ended"
+def test_an_unknown_model_and_an_absent_engine_have_their_types(hermes: Served) -> None:
+    assert (
+        hermes.refused(PATH, {**BODY, "model": "unknown"}, status=404)["type"] == "not_found_error"
     )
+    refuse(hermes, ErrorCode.ENGINE_GONE)
     response = hermes.post(PATH, BODY)
     assert response.status_code == 503
     assert response.json()["error"]["type"] == "overloaded_error"
     assert response.headers["retry-after"]
 
 
-def test_an_error_after_the_first_token_is_an_event(hermes):
-    def end_after_one_token(request):
-        token = rq.TokensStreamed(request.request_id, 0, (1,), "o")
-        hermes.controller.extra_replies.append(token)
-        return rq.Refused(request.request_id, ErrorCode.ENGINE_GONE, "its process ended")
-
-    hermes.controller.answers[rq.Generate] = end_after_one_token
+def test_an_error_after_the_first_token_is_an_event(hermes: Served) -> None:
+    refuse(hermes, ErrorCode.ENGINE_GONE, after_one_token=True)
     *_, last = events(hermes)
     assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")

@@ -1,6 +1,8 @@
 """Chat templates: equal to those that transformers renders, and harmless."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -27,7 +29,7 @@ MESSAGES = [{"role": "user", "content": " über <b> "}, {"role": "skip", "conten
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "name": "<f>"}]])
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_prompt_is_the_one_of_transformers(tmp_path, tools, adds):
+def test_a_prompt_is_the_one_of_transformers(tmp_path: Path, tools: Any, adds: bool) -> None:
     directory = model_directory(tmp_path, CHATML)
     tokenizer = Tokenizer(directory)
     template = ChatTemplate(CHATML, tokenizer.special_tokens)
@@ -49,11 +51,11 @@ def test_a_prompt_is_the_one_of_transformers(tmp_path, tools, adds):
         ("{% for m in messages %}{% for c in m.content | list %}{% endfor %}{% endfor %}", True),
     ],
 )
-def test_a_template_that_reads_parts_is_recognized(source, reads_parts):
+def test_a_template_that_reads_parts_is_recognized(source: str, reads_parts: bool) -> None:
     assert ChatTemplate(source, {}).reads_parts == reads_parts
 
 
-def test_contents_are_texts_or_parts_as_the_template_reads_them():
+def test_contents_are_texts_or_parts_as_the_template_reads_them() -> None:
     message = Message("user", [TextPart("a"), TextPart("b")])
     assert conversation_of([message], reads_parts=False).messages[0]["content"] == "a\nb"
     text = Message("user", "a")
@@ -72,18 +74,18 @@ def test_contents_are_texts_or_parts_as_the_template_reads_them():
         ("{{ messages[0]['content']['a'] + 1 }}", "can't be applied"),
     ],
 )
-def test_a_template_that_fails_refuses_the_messages(source, match):
+def test_a_template_that_fails_refuses_the_messages(source: str, match: str) -> None:
     with pytest.raises(TemplateError, match=match):
         ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], {})
 
 
-def test_a_template_with_wrong_syntax_is_refused():
+def test_a_template_with_wrong_syntax_is_refused() -> None:
     for source in ("{% for %}", "{{", "{% unknown %}"):
         with pytest.raises(ValueError, match="can't be read"):
             ChatTemplate(source, {})
 
 
-def sources_of(directory, configured=""):
+def sources_of(directory: Any, configured: Any = "") -> Any:
     sources = read_model_files(str(directory), configured).sources
     return sources.default, sources.tool_use
 
@@ -98,14 +100,16 @@ def sources_of(directory, configured=""):
         ({"default": "b", "rag": "r"}, ("b", "")),
     ],
 )
-def test_templates_are_found_in_the_configuration_of_a_tokenizer(tmp_path, saved, expected):
+def test_templates_are_found_in_the_configuration_of_a_tokenizer(
+    tmp_path: Path, saved: Any, expected: Any
+) -> None:
     directory = model_directory(tmp_path, None)
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": saved}))
     assert sources_of(directory) == expected
 
 
 @pytest.mark.parametrize("saved", [5, [], [{"name": "rag", "template": "r"}], {}])
-def test_an_entry_without_a_template_for_chats_is_reported(tmp_path, saved):
+def test_an_entry_without_a_template_for_chats_is_reported(tmp_path: Path, saved: Any) -> None:
     directory = model_directory(tmp_path, None)
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": saved}))
     files = read_model_files(str(directory))
@@ -113,7 +117,9 @@ def test_an_entry_without_a_template_for_chats_is_reported(tmp_path, saved):
     assert files.templates.default is None
 
 
-def test_a_wrong_template_of_the_model_is_reported_and_a_configured_one_refused(tmp_path):
+def test_a_wrong_template_of_the_model_is_reported_and_a_configured_one_refused(
+    tmp_path: Path,
+) -> None:
     directory = model_directory(tmp_path, "{% for %}")
     assert "can't be read" in read_model_files(str(directory)).templates.problem
     configured = directory / "chat_template.jinja"
@@ -121,7 +127,7 @@ def test_a_wrong_template_of_the_model_is_reported_and_a_configured_one_refused(
         read_model_files(str(directory), str(configured))
 
 
-def test_templates_have_files_of_their_own(tmp_path):
+def test_templates_have_files_of_their_own(tmp_path: Path) -> None:
     directory = model_directory(tmp_path, None)
     (directory / "chat_template.json").write_text('{"chat_template": "p"}')
     assert sources_of(directory) == ("p", "")

@@ -1,6 +1,7 @@
 """Texts continued over HTTP: what is sent to the controller, what is answered, and streams."""
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,19 +11,15 @@ from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import Sampling, Structure
 from loradock.messages.views import TokenLogprob
-from tests.support.gateway.served import data_of
+from tests.support.gateway.outputs import only_generation, refuse
+from tests.support.gateway.served import Served, data_of
 from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
 JSON = Structure("json_schema")
 
 
-def only_request(served):
-    [request] = served.controller.requests(rq.Generate)
-    return request
-
-
-def test_a_completion(served):
+def test_a_completion(served: Served) -> None:
     body = {"model": "upper", "prompt": "hello", "max_tokens": 3, "temperature": 0, "user": "u"}
     answer = served.post(PATH, body).json()
     [choice] = answer["choices"]
@@ -31,40 +28,41 @@ def test_a_completion(served):
     assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
     assert answer["object"] == "text_completion"
     assert answer["model"] == "upper"
-    request = only_request(served)
+    request = only_generation(served)
     assert (request.adapter, request.prompt) == ("upper", "hello")
     assert request.sampling == Sampling(max_tokens=3)
 
 
-def test_the_defaults_are_those_of_the_protocol(served):
+def test_the_defaults_are_those_of_the_protocol(served: Served) -> None:
     served.post(PATH, {"prompt": "hello"})
-    assert only_request(served).sampling == Sampling(max_tokens=16, temperature=1.0)
+    assert only_generation(served).sampling == Sampling(max_tokens=16, temperature=1.0)
 
 
-def test_sampling_parameters_are_passed_on(served):
+def test_sampling_parameters_are_passed_on(served: Served) -> None:
     body = {"prompt": "p", "top_p": 0.5, "top_k": -1, "seed": -1, "stop": "x", "temperature": 2}
-    served.post(PATH, body)
+    served.post(PATH, {**body, "priority": -2})
     expected = Sampling(16, 2.0, 0, 0.5, 2**63 - 1, ("x",))
-    assert only_request(served).sampling == expected
+    request = only_generation(served)
+    assert (request.sampling, request.priority) == (expected, -2)
 
 
 @pytest.mark.parametrize("model", [None, "tiny-chat", "tiny-chat:", ""])
-def test_the_base_model_is_named_or_left_out(served, model):
+def test_the_base_model_is_named_or_left_out(served: Served, model: Any) -> None:
     status = served.post(PATH, {"prompt": "p", "model": model}).status_code
     if model == "tiny-chat:":
         assert status == 404
     else:
-        assert only_request(served).adapter is None
+        assert only_generation(served).adapter is None
 
 
 @pytest.mark.parametrize("model", ["upper", "tiny-chat:upper"])
-def test_an_adapter_is_named_alone_or_with_the_base_model(served, model):
+def test_an_adapter_is_named_alone_or_with_the_base_model(served: Served, model: Any) -> None:
     assert served.post(PATH, {"prompt": "p", "model": model}).json()["model"] == "upper"
-    assert only_request(served).adapter == "upper"
+    assert only_generation(served).adapter == "upper"
 
 
 @pytest.mark.parametrize("model", ["nope", "a b", "../x", "other:upper", "x" * 200])
-def test_an_unknown_model_is_answered_with_404(served, model):
+def test_an_unknown_model_is_answered_with_404(served: Served, model: Any) -> None:
     response = served.post(PATH, {"prompt": "p", "model": model})
     error = response.json()["error"]
     assert response.status_code == error["code"] == 404
@@ -74,7 +72,7 @@ def test_an_unknown_model_is_answered_with_404(served, model):
     assert served.controller.requests(rq.Generate) == []
 
 
-def test_several_prompts_have_several_choices_each(served):
+def test_several_prompts_have_several_choices_each(served: Served) -> None:
     body = {"prompt": ["a", "b"], "n": 2, "seed": 7, "echo": True}
     answer = served.post(PATH, body).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
@@ -91,17 +89,17 @@ def test_several_prompts_have_several_choices_each(served):
     ("prompt", "sent"),
     [([1, 2], [(1, 2)]), ([[1], [2, 3]], [(1,), (2, 3)]), (["x"], ["x"]), ("", [""])],
 )
-def test_prompts_are_texts_or_token_ids(served, prompt, sent):
+def test_prompts_are_texts_or_token_ids(served: Served, prompt: Any, sent: Any) -> None:
     assert served.post(PATH, {"prompt": prompt}).status_code == 200
     assert [r.prompt for r in served.controller.requests(rq.Generate)] == sent
 
 
-def test_special_tokens_may_be_left_out(served):
+def test_special_tokens_may_be_left_out(served: Served) -> None:
     served.post(PATH, {"prompt": "ab", "add_special_tokens": False})
-    assert only_request(served).prompt == (97, 98)
+    assert only_generation(served).prompt == (97, 98)
 
 
-def test_a_stream_has_chunks_and_an_end(served):
+def test_a_stream_has_chunks_and_an_end(served: Served) -> None:
     chunks = data_of(served.events(PATH, {"prompt": "p", "stream": True}))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one"
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
@@ -110,7 +108,7 @@ def test_a_stream_has_chunks_and_an_end(served):
     assert not any("usage" in chunk for chunk in chunks)
 
 
-def test_a_stream_ends_with_its_usage_if_requested(served):
+def test_a_stream_ends_with_its_usage_if_requested(served: Served) -> None:
     body = {"prompt": "p", "stream": True, "stream_options": {"include_usage": True}}
     chunks = data_of(served.events(PATH, body))
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 3
@@ -119,7 +117,7 @@ def test_a_stream_ends_with_its_usage_if_requested(served):
     assert chunks[-1]["usage"] == usage
 
 
-def test_continuous_usage_grows_with_every_chunk(served):
+def test_continuous_usage_grows_with_every_chunk(served: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "abc", "stream": True, "stream_options": options}
     chunks = data_of(served.events(PATH, body))
@@ -127,7 +125,7 @@ def test_continuous_usage_grows_with_every_chunk(served):
     assert chunks[0]["usage"]["prompt_tokens"] == 3
 
 
-def test_the_choices_of_a_stream_are_each_whole(served):
+def test_the_choices_of_a_stream_are_each_whole(served: Served) -> None:
     chunks = data_of(served.events(PATH, {"prompt": ["a", "b"], "stream": True, "echo": True}))
     texts = {0: "", 1: ""}
     for chunk in chunks:
@@ -135,10 +133,8 @@ def test_the_choices_of_a_stream_are_each_whole(served):
     assert texts == {0: "aone", 1: "bone"}
 
 
-def test_an_error_before_the_first_token_has_a_status(served):
-    served.controller.answers[rq.Generate] = lambda request: rq.Refused(
-        request.request_id, ErrorCode.OVERLOADED, "too many"
-    )
+def test_an_error_before_the_first_token_has_a_status(served: Served) -> None:
+    refuse(served, ErrorCode.OVERLOADED)
     for stream in (False, True):
         response = served.post(PATH, {"prompt": "p", "stream": stream})
         assert response.status_code == 429
@@ -146,13 +142,8 @@ def test_an_error_before_the_first_token_has_a_status(served):
         assert response.json()["error"]["type"] == "RateLimitError"
 
 
-def test_an_error_within_a_stream_is_an_event_of_it(served):
-    def end_after_one_token(request):
-        reply = rq.TokensStreamed(request.request_id, 0, (1,), "o")
-        served.controller.extra_replies.append(reply)
-        return rq.Refused(request.request_id, ErrorCode.ENGINE_GONE, "its process ended")
-
-    served.controller.answers[rq.Generate] = end_after_one_token
+def test_an_error_within_a_stream_is_an_event_of_it(served: Served) -> None:
+    refuse(served, ErrorCode.ENGINE_GONE, after_one_token=True)
     first, error = data_of(served.events(PATH, {"prompt": "p", "stream": True}))
     assert first["choices"][0]["text"] == "o"
     assert error["error"]["code"] == 503
@@ -173,7 +164,9 @@ def test_an_error_within_a_stream_is_an_event_of_it(served):
         ("stream_options", {"include_usage": True}, None),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(served, field, value, unchanged):
+def test_what_is_not_served_is_refused_by_name(
+    served: Served, field: Any, value: Any, unchanged: Any
+) -> None:
     response = served.post(PATH, {"prompt": "p", field: value})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
@@ -211,16 +204,18 @@ def test_what_is_not_served_is_refused_by_name(served, field, value, unchanged):
         ("guided_choice", ["a"], "structure", Structure("choice", choices=("a",))),
     ],
 )
-def test_what_the_engine_serves_is_passed_on(served, field, value, option, expected):
+def test_what_the_engine_serves_is_passed_on(
+    served: Served, field: Any, value: Any, option: Any, expected: Any
+) -> None:
     assert served.post(PATH, {"prompt": "p", field: value}).status_code == 200
-    assert getattr(only_request(served).sampling, option) == expected
+    assert getattr(only_generation(served).sampling, option) == expected
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("min_p", 2.0), ("logit_bias", {"a": 1}), ("min_tokens", -1), ("presence_penalty", 3)],
 )
-def test_values_out_of_bounds_are_refused(served, field, value):
+def test_values_out_of_bounds_are_refused(served: Served, field: Any, value: Any) -> None:
     assert served.post(PATH, {"prompt": "p", field: value}).status_code == 400
 
 
@@ -228,32 +223,25 @@ def test_values_out_of_bounds_are_refused(served, field, value):
     ("body", "param"),
     [
         ({}, "prompt"),
-        ({"prompt": 5}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [[1], "a"]}, "prompt"),
         ({"prompt": [-1]}, None),
         ({"prompt": "p", "unknown": 1}, "unknown"),
         ({"prompt": "p", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "p", "max_tokens": "many"}, "max_tokens"),
-        ({"prompt": "p", "temperature": -1}, "temperature"),
         ({"prompt": "p", "top_p": 0}, "top_p"),
         ({"prompt": "p", "n": 0}, "n"),
         ({"prompt": "p", "n": 1000}, "n"),
         ({"prompt": "p", "stop": [""]}, "stop"),
-        ({"prompt": "p", "stream": "yes"}, "stream"),
-        ({"prompt": "p", "model": 3}, "model"),
         ({"prompt": ["a"] * 100, "n": 100}, "n"),
     ],
 )
-def test_a_wrong_field_is_refused_by_name(served, body, param):
-    response = served.post(PATH, body)
-    assert response.status_code == 400
-    error = response.json()["error"]
+def test_a_wrong_field_is_refused_by_name(served: Served, body: Any, param: Any) -> None:
+    error = served.refused(PATH, body)
     assert (error["param"], error["type"], error["code"]) == (param, "BadRequestError", 400)
 
 
-def test_a_client_that_leaves_cancels_its_generation(served):
+def test_a_client_that_leaves_cancels_its_generation(served: Served) -> None:
     served.controller.answers[rq.Generate] = lambda request: None
     for stream in (False, True):
         served.controller.received.clear()
@@ -269,7 +257,7 @@ def test_a_client_that_leaves_cancels_its_generation(served):
         wait_until(lambda: served.get("/load").json() == {"server_load": 0})
 
 
-def test_log_probabilities_of_a_text(served):
+def test_log_probabilities_of_a_text(served: Served) -> None:
     answer = served.post(PATH, {"prompt": "abcd", "max_tokens": 2, "logprobs": 2}).json()
     (choice,) = answer["choices"]
     scores = choice["logprobs"]
@@ -280,7 +268,9 @@ def test_log_probabilities_of_a_text(served):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_echo_with_log_probabilities_begins_with_those_of_the_prompt(served, stream):
+def test_an_echo_with_log_probabilities_begins_with_those_of_the_prompt(
+    served: Served, stream: bool
+) -> None:
     body = {"prompt": "abcd", "max_tokens": 0, "echo": True, "logprobs": 1, "n": 2}
     if stream:
         chunks = data_of(served.events(PATH, {**body, "stream": True}))
@@ -294,11 +284,11 @@ def test_an_echo_with_log_probabilities_begins_with_those_of_the_prompt(served, 
         assert choice["logprobs"]["token_logprobs"] == [None, -1.5, -1.5, -1.5]
         assert choice["logprobs"]["top_logprobs"][:2] == [None, {"c": -0.25, "b": -1.5}]
         assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
-    (request,) = served.controller.requests(rq.Generate)
+    request = only_generation(served)
     assert (request.sampling.max_tokens, request.sampling.prompt_logprobs) == (1, 1)
 
 
-def test_log_probabilities_of_the_prompt_as_in_vllm(served):
+def test_log_probabilities_of_the_prompt_as_in_vllm(served: Served) -> None:
     body = {"prompt": "abcd", "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
     (choice,) = served.post(PATH, body).json()["choices"]
     first, second, *_ = choice["prompt_logprobs"]
@@ -314,25 +304,21 @@ def test_log_probabilities_of_the_prompt_as_in_vllm(served):
     assert [one for one in chunks if one["prompt_logprobs"]] == firsts
 
 
-def test_a_priority_is_passed_on(served):
-    served.post(PATH, {"prompt": "p", "priority": -2})
-    assert only_request(served).priority == -2
-
-
-def test_two_structures_exclude_each_other(served):
-    response = served.post(PATH, {"prompt": "p", "guided_regex": "a", "guided_choice": ["b"]})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "guided_choice"
+def test_two_structures_exclude_each_other(served: Served) -> None:
+    assert (
+        served.refused(PATH, {"prompt": "p", "guided_regex": "a", "guided_choice": ["b"]})["param"]
+        == "guided_choice"
+    )
 
 
 END = 101
 
 
 @pytest.fixture
-def ended(served, monkeypatch):
+def ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A gateway whose generations have one token, "o", and are ended by another one."""
 
-    def generate(request):
+    def generate(request: Any) -> Any:
         name = request.request_id
         chunks = (
             rq.TokensStreamed(name, 0, (1,), "o"),
@@ -351,7 +337,7 @@ def ended(served, monkeypatch):
     return served
 
 
-def test_the_end_token_counts_in_the_usage(ended):
+def test_the_end_token_counts_in_the_usage(ended: Served) -> None:
     usage = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
     assert ended.post(PATH, {"prompt": "p"}).json()["usage"] == usage
     options = {"include_usage": True}
@@ -359,7 +345,7 @@ def test_the_end_token_counts_in_the_usage(ended):
     assert data_of(ended.events(PATH, body))[-1]["usage"] == usage
 
 
-def test_the_end_token_has_a_log_probability_and_an_id(ended):
+def test_the_end_token_has_a_log_probability_and_an_id(ended: Served) -> None:
     body = {"prompt": "p", "logprobs": 0, "return_token_ids": True}
     [choice] = ended.post(PATH, body).json()["choices"]
     assert choice["text"] == "o"
@@ -368,7 +354,7 @@ def test_the_end_token_has_a_log_probability_and_an_id(ended):
     assert choice["prompt_token_ids"] == [ord("p")]
 
 
-def test_a_stream_has_the_ids_of_each_chunk_and_of_the_prompt_once(ended):
+def test_a_stream_has_the_ids_of_each_chunk_and_of_the_prompt_once(ended: Served) -> None:
     body = {"prompt": ["p", "qr"], "stream": True, "return_token_ids": True}
     choices = [chunk["choices"][0] for chunk in data_of(ended.events(PATH, body))]
     for index, prompt in enumerate([[112], [113, 114]]):
@@ -377,40 +363,38 @@ def test_a_stream_has_the_ids_of_each_chunk_and_of_the_prompt_once(ended):
         assert [one.get("prompt_token_ids") for one in own] == [prompt, None]
 
 
-def test_ids_are_left_out_unless_requested(served):
+def test_ids_are_left_out_unless_requested(served: Served) -> None:
     [choice] = served.post(PATH, {"prompt": "p"}).json()["choices"]
     assert not {"token_ids", "prompt_token_ids"}.intersection(choice)
     body = {"prompt": "p", "echo": True, "return_token_ids": True}
     assert served.post(PATH, body).json()["choices"][0]["text"] == "pone"
 
 
-def test_continuous_usage_needs_include_usage(served):
+def test_continuous_usage_needs_include_usage(served: Served) -> None:
     options = {"continuous_usage_stats": True}
     body = {"prompt": "abc", "stream": True, "stream_options": options}
     assert not any("usage" in chunk for chunk in data_of(served.events(PATH, body)))
 
 
 @pytest.mark.parametrize("key", ["a", "-1", "1.5", "", "99999999999"])
-def test_a_bias_of_no_token_is_refused_by_the_field(served, key):
-    response = served.post(PATH, {"prompt": "p", "logit_bias": {key: 1}})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "logit_bias"
+def test_a_bias_of_no_token_is_refused_by_the_field(served: Served, key: Any) -> None:
+    assert served.refused(PATH, {"prompt": "p", "logit_bias": {key: 1}})["param"] == "logit_bias"
 
 
 @pytest.mark.parametrize("field", Labels.__struct_fields__)
 @pytest.mark.parametrize("value", [None, "x", True, {"a": [1]}, []])
-def test_labels_are_accepted_and_change_nothing(served, field, value):
+def test_labels_are_accepted_and_change_nothing(served: Served, field: Any, value: Any) -> None:
     assert served.post(PATH, {"prompt": "p", field: value}).status_code == 200
-    assert only_request(served).sampling == Sampling(max_tokens=16, temperature=1.0)
+    assert only_generation(served).sampling == Sampling(max_tokens=16, temperature=1.0)
 
 
-def test_a_rendered_prompt_is_what_would_be_sent(served):
+def test_a_rendered_prompt_is_what_would_be_sent(served: Served) -> None:
     body = {"prompt": "ab", "model": "upper", "seed": 3, "stop": "x", "priority": 2}
     body |= {"logit_bias": {"5": 1}, "guided_regex": "a+", "stream": True}
     [item] = served.post(f"{PATH}/render", body).json()
     assert served.controller.requests(rq.Generate) == []
     served.events(PATH, body)
-    request = only_request(served)
+    request = only_generation(served)
     assert (item["model"], item["token_ids"], item["stream"]) == ("upper", [97, 98], True)
     assert item["priority"] == request.priority == 2
     shown, sent = item["sampling_params"], request.sampling
@@ -420,7 +404,7 @@ def test_a_rendered_prompt_is_what_would_be_sent(served):
     assert shown["structured_outputs"] == {"regex": "a+"}
 
 
-def test_several_prompts_are_rendered_with_ids_of_their_own(served):
+def test_several_prompts_are_rendered_with_ids_of_their_own(served: Served) -> None:
     items = served.post(f"{PATH}/render", {"prompt": ["a", "b"]}).json()
     assert [item["token_ids"] for item in items] == [[97], [98]]
     assert len({item["request_id"] for item in items}) == 2
@@ -428,7 +412,7 @@ def test_several_prompts_are_rendered_with_ids_of_their_own(served):
 
 
 @pytest.mark.parametrize("more", [{"min_p": 2.0}, {"model": "nope"}, {"best_of": 2}])
-def test_what_would_be_refused_is_not_rendered(served, more):
+def test_what_would_be_refused_is_not_rendered(served: Served, more: Any) -> None:
     statuses = [
         served.post(p, {"prompt": "a", **more}).status_code for p in (PATH, f"{PATH}/render")
     ]

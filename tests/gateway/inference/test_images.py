@@ -1,6 +1,7 @@
 """Images of chats: which addresses are contacted."""
 
 import socket
+from typing import Any
 
 import pytest
 
@@ -9,8 +10,8 @@ from loradock.gateway.inference import images
 from loradock.messages.prompts import IMAGE_BYTES_MAX
 
 
-def resolves_to(monkeypatch, *addresses):
-    def lookup(host, port, **options):
+def resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: Any) -> None:
+    def lookup(host: Any, port: int, **options: Any) -> Any:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
 
     monkeypatch.setattr(images.socket, "getaddrinfo", lookup)
@@ -23,18 +24,22 @@ def resolves_to(monkeypatch, *addresses):
         *("::1", "fe80::1%eth0", "::ffff:127.0.0.1", "100.64.0.1"),
     ],
 )
-def test_an_allowed_name_with_an_internal_address_is_not_contacted(monkeypatch, address):
+def test_an_allowed_name_with_an_internal_address_is_not_contacted(
+    monkeypatch: pytest.MonkeyPatch, address: Any
+) -> None:
     resolves_to(monkeypatch, address)
     with pytest.raises(HttpError, match="no public address"):
         images.fetch_image("https://cdn.example/a.png", ["cdn.example"])
 
 
-def test_the_connection_is_made_to_the_address_that_was_checked(monkeypatch):
+def test_the_connection_is_made_to_the_address_that_was_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     resolves_to(monkeypatch, "127.0.0.1", "93.184.216.34")
     contacted = []
 
     class Refusing(socket.socket):
-        def connect(self, address):
+        def connect(self, address: Any) -> None:
             contacted.append(address)
             raise ConnectionRefusedError("refused by the test")
 
@@ -44,8 +49,8 @@ def test_the_connection_is_made_to_the_address_that_was_checked(monkeypatch):
     assert contacted == [("93.184.216.34", 8080)]
 
 
-def test_other_hosts_are_refused_before_they_are_looked_up(monkeypatch):
-    def lookup(*arguments, **options):
+def test_other_hosts_are_refused_before_they_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(*arguments: Any, **options: Any) -> None:
         raise AssertionError("looked up")
 
     monkeypatch.setattr(images.socket, "getaddrinfo", lookup)
@@ -54,7 +59,7 @@ def test_other_hosts_are_refused_before_they_are_looked_up(monkeypatch):
             images.fetch_image(url, ["cdn.example"])
 
 
-def test_data_urls_are_bounded():
+def test_data_urls_are_bounded() -> None:
     assert images.image_of_data_url("data:image/png,a%20b") == b"a b"
     with pytest.raises(HttpError, match="more than"):
         images.image_of_data_url("data:," + "a" * (IMAGE_BYTES_MAX + 1))

@@ -1,5 +1,7 @@
 """Log-probabilities of tokens that are parts of characters."""
 
+from pathlib import Path
+
 from loradock.gateway.inference.logprobs import (
     CharacterCount,
     TokenText,
@@ -13,7 +15,7 @@ from tests.support.gateway.served import model_directory
 TEXT = "aé😀b"
 
 
-def test_tokens_within_a_character_have_its_place_and_their_own_bytes(tmp_path):
+def test_tokens_within_a_character_have_its_place_and_their_own_bytes(tmp_path: Path) -> None:
     tokenizer = Tokenizer(model_directory(tmp_path))
     tokens = tokenizer.encode(TEXT, special=False)
     entries = [TokenLogprob(token, -1.5, 1, ((token, -1.5),)) for token in tokens]

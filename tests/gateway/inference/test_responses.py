@@ -1,7 +1,7 @@
 """The Responses protocol, used by the `openai` client: whole answers, events, tools, refusals."""
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import IllustratedPrompt
-from tests.support.gateway.outputs import generate, prompt, sampling
+from tests.support.gateway.outputs import generate, only_generation, prompt, refuse, sampling
+from tests.support.gateway.served import Served
 
 PATH = "/v1/responses"
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
@@ -28,11 +29,11 @@ class City(BaseModel):
     city: Literal["Paris", "Rome"]
 
 
-def whole(client, **fields):
+def whole(client: Any, **fields: Any) -> Any:
     return client.responses.create(**{"model": "upper", "input": "hi"} | fields)
 
 
-def streamed(client, **fields):
+def streamed(client: Any, **fields: Any) -> Any:
     """Return the answer as the client accumulates it, after a look at the events' order."""
     with client.responses.stream(**{"model": "upper", "input": "hi"} | fields) as stream:
         events = list(stream)
@@ -46,7 +47,7 @@ def streamed(client, **fields):
     return events[-1].response
 
 
-def check_pieces(events):
+def check_pieces(events: Any) -> None:
     """Check that items begin empty, and that their pieces make what they end with."""
     pieces = {}
     for event in events:
@@ -64,7 +65,7 @@ def check_pieces(events):
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_a_text(hermes, client, read):
+def test_a_text(hermes: Served, client: Any, read: Any) -> None:
     generate(hermes, "Hello.")
     answer = read(client, instructions="Be kind.", max_output_tokens=9, temperature=0.5)
     assert (answer.output_text, answer.status, answer.model) == ("Hello.", "completed", "upper")
@@ -79,7 +80,7 @@ def test_a_text(hermes, client, read):
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_calls_of_tools(hermes, client, read):
+def test_calls_of_tools(hermes: Served, client: Any, read: Any) -> None:
     generate(hermes, f"I look.\n{CALL}\n{CALL}")
     answer = read(client, tools=TOOLS)
     message, first, second = answer.output
@@ -102,7 +103,9 @@ def test_calls_of_tools(hermes, client, read):
         (FUNCTION, '{"city": "Rome"}'),
     ],
 )
-def test_a_call_can_be_forced(hermes, client, read, choice, output):
+def test_a_call_can_be_forced(
+    hermes: Served, client: Any, read: Any, choice: Any, output: Any
+) -> None:
     generate(hermes, output)
     answer = read(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
     [call] = answer.output
@@ -110,22 +113,19 @@ def test_a_call_can_be_forced(hermes, client, read, choice, output):
     assert sampling(hermes).structure is not None
 
 
-def test_an_answer_is_parsed(hermes, client):
+def test_an_answer_is_parsed(hermes: Served, client: Any) -> None:
     generate(hermes, '{"city": "Rome"}')
     answer = client.responses.parse(model="upper", input="hi", text_format=City)
-    assert answer.output_parsed == City(city="Rome")
-    schema = json.loads(sampling(hermes).structure.text)
-    assert schema["properties"]["city"]["enum"] == ["Paris", "Rome"]
-
-
-def test_a_streamed_answer_is_parsed(hermes, client):
-    generate(hermes, '{"city": "Rome"}')
     with client.responses.stream(model="upper", input="hi", text_format=City) as stream:
-        assert stream.get_final_response().output_parsed == City(city="Rome")
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+    assert answer.output_parsed == City(city="Rome")
+    for request in hermes.controller.requests(rq.Generate):
+        schema = json.loads(request.sampling.structure.text)
+        assert schema["properties"]["city"]["enum"] == ["Paris", "Rome"]
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_an_answer_that_is_cut_off_is_incomplete(hermes, client, read):
+def test_an_answer_that_is_cut_off_is_incomplete(hermes: Served, client: Any, read: Any) -> None:
     generate(hermes, "abc", "length")
     answer = read(client)
     assert (answer.status, answer.output_text) == ("incomplete", "abc")
@@ -133,7 +133,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(hermes, client, read):
     assert answer.output[0].status == "incomplete"
 
 
-def test_earlier_items_are_sent_again(hermes, client):
+def test_earlier_items_are_sent_again(hermes: Served, client: Any) -> None:
     generate(hermes, f"I look.\n{CALL}")
     answer = whole(client, tools=TOOLS)
     hermes.controller.received.clear()
@@ -153,16 +153,17 @@ def test_earlier_items_are_sent_again(hermes, client):
     )
 
 
-def test_images_have_their_place(served):
+def test_images_have_their_place(served: Served) -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,cG5n", "detail": "auto"}
     content = [{"type": "input_text", "text": "see "}, image]
     served.post(PATH, {"input": [{"role": "user", "content": content}]})
-    [request] = served.controller.requests(rq.Generate)
-    assert request.prompt == IllustratedPrompt("<user>see <image><assistant>", (b"png",))
+    assert only_generation(served).prompt == IllustratedPrompt(
+        "<user>see <image><assistant>", (b"png",)
+    )
 
 
 @pytest.mark.parametrize("store", [True, False])
-def test_nothing_is_stored(hermes, client, store):
+def test_nothing_is_stored(hermes: Served, client: Any, store: bool) -> None:
     answer = whole(client, store=store, metadata={"a": "b"}, user="u", truncation="disabled")
     assert answer.model_dump()["store"] is False
     assert answer.metadata == {"a": "b"}
@@ -187,20 +188,13 @@ def test_nothing_is_stored(hermes, client, store):
         ({"n": 2}, "n"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(hermes, fields, param):
-    response = hermes.post(PATH, {"input": "hi", **fields})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
+def test_what_is_not_served_is_refused_by_name(hermes: Served, fields: Any, param: Any) -> None:
+    assert hermes.refused(PATH, {"input": "hi", **fields})["param"] == param
     assert hermes.controller.requests(rq.Generate) == []
 
 
-def test_a_failure_after_the_first_token_is_an_event(hermes, client):
-    def end_after_one_token(request):
-        token = rq.TokensStreamed(request.request_id, 0, (1,), "o")
-        hermes.controller.extra_replies.append(token)
-        return rq.Refused(request.request_id, ErrorCode.ENGINE_GONE, "its process ended")
-
-    hermes.controller.answers[rq.Generate] = end_after_one_token
+def test_a_failure_after_the_first_token_is_an_event(hermes: Served, client: Any) -> None:
+    refuse(hermes, ErrorCode.ENGINE_GONE, after_one_token=True)
     *_, last = client.responses.create(model="upper", input="hi", stream=True)
     assert last.type == "response.failed"
     assert (last.response.status, last.response.error.code) == ("failed", "server_error")

@@ -1,14 +1,17 @@
 """Token ids of texts and chats, and back."""
 
+from typing import Any
+
 import pytest
 from msgspec import structs
 
 from loradock.gateway.inference.chat import ChatRequest
 from loradock.gateway.inference.prompts import PromptFields
 from loradock.gateway.inference.tokens import TokenizeRequest
+from tests.support.gateway.served import Served
 
 
-def test_tokens_and_their_text(served):
+def test_tokens_and_their_text(served: Served) -> None:
     answer = served.post("/tokenize", {"prompt": "hé", "return_token_strs": True}).json()
     assert answer == {
         "count": 3,
@@ -19,7 +22,7 @@ def test_tokens_and_their_text(served):
     assert served.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "hé"}
 
 
-def test_tokens_of_a_chat(served):
+def test_tokens_of_a_chat(served: Served) -> None:
     answer = served.post("/tokenize", {"messages": [{"role": "user", "content": "a"}]}).json()
     assert bytes(answer["tokens"]) == b"<user>a<assistant>"
 
@@ -34,20 +37,20 @@ def test_tokens_of_a_chat(served):
         ("/detokenize", {"tokens": "a"}),
     ],
 )
-def test_wrong_bodies_are_refused(served, path, body):
+def test_wrong_bodies_are_refused(served: Served, path: Any, body: Any) -> None:
     assert served.post(path, body).status_code == 400
 
 
-def test_unknown_models_are_not_found(served):
+def test_unknown_models_are_not_found(served: Served) -> None:
     assert served.post("/tokenize", {"prompt": "a", "model": "nope"}).status_code == 404
     assert served.post("/detokenize", {"tokens": [1], "model": "nope"}).status_code == 404
 
 
-def test_unknown_token_ids_have_no_text(served):
+def test_unknown_token_ids_have_no_text(served: Served) -> None:
     assert served.post("/detokenize", {"tokens": [100_000]}).json() == {"prompt": ""}
 
 
-def test_a_chat_has_the_same_fields_as_its_generation():
+def test_a_chat_has_the_same_fields_as_its_generation() -> None:
     """Structs can't have fields from two bases, so both list them."""
     names = set(PromptFields.__annotations__)
     chat, tokens = (

@@ -1,13 +1,15 @@
 """Calls of tools in chats: free and forced, whole and streamed, read by the `openai` client."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from loradock.messages import requests as rq
 from tests.support.gateway.outputs import generate, prompt, sampling
-from tests.support.gateway.served import data_of, model_directory, serve_gateway
+from tests.support.gateway.served import Served, data_of, model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
 PATH = "/v1/chat/completions"
@@ -26,13 +28,13 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 WEATHER = {"type": "function", "function": {"name": "weather"}}
 
 
-def whole(client, **fields):
+def whole(client: Any, **fields: Any) -> Any:
     """Return the only choice of a chat."""
     [choice] = client.chat.completions.create(model="upper", messages=HELLO, **fields).choices
     return choice
 
 
-def streamed(client, **fields):
+def streamed(client: Any, **fields: Any) -> Any:
     """Return the only choice of a chat as the client accumulates its stream."""
     with client.chat.completions.stream(model="upper", messages=HELLO, **fields) as stream:
         events = list(stream)
@@ -42,12 +44,12 @@ def streamed(client, **fields):
     return choice
 
 
-def calls_of(choice):
+def calls_of(choice: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_the_model_may_call_tools(hermes, client, read):
+def test_the_model_may_call_tools(hermes: Served, client: Any, read: Any) -> None:
     generate(hermes, f"I look.\n{CALL}\n{CALL}")
     choice = read(client, tools=TOOLS)
     assert choice.message.content == "I look."
@@ -70,7 +72,9 @@ def test_the_model_may_call_tools(hermes, client, read):
         (CALL, {}),
     ],
 )
-def test_what_is_no_call_is_content(hermes, client, read, output, fields):
+def test_what_is_no_call_is_content(
+    hermes: Served, client: Any, read: Any, output: Any, fields: Any
+) -> None:
     generate(hermes, output)
     choice = read(client, **fields)
     assert (choice.message.content, choice.finish_reason) == (output, "stop")
@@ -78,7 +82,7 @@ def test_what_is_no_call_is_content(hermes, client, read, output, fields):
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_a_call_that_is_cut_off_is_content(hermes, client, read):
+def test_a_call_that_is_cut_off_is_content(hermes: Served, client: Any, read: Any) -> None:
     generate(hermes, f"a {CALL[:-20]}", "length")
     if read is streamed:
         # The client refuses to parse what the length cut off.
@@ -91,14 +95,16 @@ def test_a_call_that_is_cut_off_is_content(hermes, client, read):
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_the_first_of_several_calls_is_answered_without_parallel_ones(hermes, client, read):
+def test_the_first_of_several_calls_is_answered_without_parallel_ones(
+    hermes: Served, client: Any, read: Any
+) -> None:
     generate(hermes, CALL + CALL)
     choice = read(client, tools=TOOLS, parallel_tool_calls=False)
     assert calls_of(choice) == [("weather", '{"city": "Paris"}')]
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_some_call_can_be_forced(hermes, client, read):
+def test_some_call_can_be_forced(hermes: Served, client: Any, read: Any) -> None:
     generate(hermes, '[{"name": "weather", "parameters": {"city": "Rome"}}]')
     choice = read(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     assert calls_of(choice) == [("weather", '{"city": "Rome"}')]
@@ -113,7 +119,7 @@ def test_some_call_can_be_forced(hermes, client, read):
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
-def test_one_tool_can_be_forced(hermes, client, read):
+def test_one_tool_can_be_forced(hermes: Served, client: Any, read: Any) -> None:
     generate(hermes, '{"city": "Rome"}')
     choice = read(client, tools=TOOLS, tool_choice=WEATHER)
     assert calls_of(choice) == [("weather", '{"city": "Rome"}')]
@@ -121,7 +127,7 @@ def test_one_tool_can_be_forced(hermes, client, read):
     assert json.loads(sampling(hermes).structure.text) == CITY
 
 
-def test_forced_arguments_are_streamed_as_they_are_generated(hermes):
+def test_forced_arguments_are_streamed_as_they_are_generated(hermes: Served) -> None:
     generate(hermes, '{"city": "Rome"}', characters=8)
     body = {"messages": HELLO, "tools": TOOLS, "tool_choice": WEATHER, "stream": True}
     deltas = [chunk["choices"][0]["delta"] for chunk in data_of(hermes.events(PATH, body))]
@@ -131,7 +137,7 @@ def test_forced_arguments_are_streamed_as_they_are_generated(hermes):
     assert [call["function"]["arguments"] for call in calls] == ['{"city":', ' "Rome"}']
 
 
-def test_a_forced_call_precedes_the_format_of_messages(hermes, client):
+def test_a_forced_call_precedes_the_format_of_messages(hermes: Served, client: Any) -> None:
     generate(hermes, '{"city": "Rome"}')
     form = {"type": "json_object"}
     choice = whole(client, tools=TOOLS, tool_choice=WEATHER, response_format=form)
@@ -140,7 +146,7 @@ def test_a_forced_call_precedes_the_format_of_messages(hermes, client):
         whole(client, tools=TOOLS, response_format=form)
 
 
-def test_each_choice_has_its_calls(hermes, client):
+def test_each_choice_has_its_calls(hermes: Served, client: Any) -> None:
     generate(hermes, CALL)
     answer = client.chat.completions.create(model="upper", messages=HELLO, tools=TOOLS, n=2)
     assert [calls_of(choice) for choice in answer.choices] == [
@@ -148,7 +154,7 @@ def test_each_choice_has_its_calls(hermes, client):
     ] * 2
 
 
-def test_the_template_reads_calls_and_their_results(hermes, client):
+def test_the_template_reads_calls_and_their_results(hermes: Served, client: Any) -> None:
     generate(hermes, CALL)
     message = whole(client, tools=TOOLS).message
     hermes.controller.received.clear()
@@ -161,7 +167,7 @@ def test_the_template_reads_calls_and_their_results(hermes, client):
     assert prompt(hermes) == f"<user>hi<assistant>{call}<tool>sunny<assistant>"
 
 
-def test_log_probabilities_accompany_calls(hermes, client):
+def test_log_probabilities_accompany_calls(hermes: Served, client: Any) -> None:
     generate(hermes, CALL)
     tokens = len(CALL) // 3 + 1
     assert len(whole(client, tools=TOOLS, logprobs=True).logprobs.content) == tokens
@@ -172,7 +178,9 @@ def test_log_probabilities_accompany_calls(hermes, client):
     ("option", "special", "skips"),
     [("hermes", False, True), ("hermes", True, False), ("llama3_json", True, True)],
 )
-def test_special_tokens_that_are_tags_have_a_text(tmp_path, option, special, skips):
+def test_special_tokens_that_are_tags_have_a_text(
+    tmp_path: Path, option: Any, special: bool, skips: Any
+) -> None:
     model = model_directory(tmp_path)
     vocabulary = json.loads((model / "tokenizer.json").read_text())
     tag = {**vocabulary["added_tokens"][0], "id": 259, "content": "<tool_call>"}
@@ -189,7 +197,7 @@ def test_special_tokens_that_are_tags_have_a_text(tmp_path, option, special, ski
     assert (free.sampling.skip_special_tokens, none.sampling.skip_special_tokens) == (skips, True)
 
 
-def test_ids_are_those_that_templates_of_mistral_accept(tmp_path):
+def test_ids_are_those_that_templates_of_mistral_accept(tmp_path: Path) -> None:
     model = model_directory(tmp_path)
     with (
         StandIn(tmp_path) as controller,

@@ -1,6 +1,8 @@
 """Spans of requests: names, the caller's context, the adapter's state, results, and failures."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
@@ -13,7 +15,8 @@ from loradock.gateway.server import gateway as gateway_module
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from tests.support.gateway.served import serve_gateway
+from tests.support.gateway.outputs import refuse
+from tests.support.gateway.served import Served, serve_gateway
 from tests.support.simulation.standin_controller import StandIn, view
 from tests.support.spans import TRACE_ID, TRACEPARENT, KeptSpans, parent_of
 from tests.support.waiting import wait_until
@@ -24,12 +27,12 @@ OWN = {"error.type", *(f"loradock.adapter.{name}" for name in ("name", "state", 
 
 
 @pytest.fixture(scope="module")
-def kept():
+def kept() -> Any:
     return KeptSpans()
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, kept):
+def served(tmp_path_factory: pytest.TempPathFactory, kept: KeptSpans) -> Iterator[Served]:
     """A gateway whose spans are kept, in front of a stand-in."""
     directory = tmp_path_factory.mktemp("gw")
     with pytest.MonkeyPatch.context() as patch, StandIn(directory) as controller:
@@ -39,11 +42,11 @@ def served(tmp_path_factory, kept):
 
 
 @pytest.fixture(autouse=True)
-def _no_spans(kept):
+def _no_spans(kept: KeptSpans) -> None:
     kept.clear()
 
 
-def only_span(kept):
+def only_span(kept: KeptSpans) -> Any:
     """The one span, which ends after its answer."""
     wait_until(kept.ended)
     [span] = kept.ended()
@@ -51,7 +54,9 @@ def only_span(kept):
     return span
 
 
-def test_a_request_has_a_span_below_the_callers_and_sends_its_own_to_the_engine(served, kept):
+def test_a_request_has_a_span_below_the_callers_and_sends_its_own_to_the_engine(
+    served: Served, kept: KeptSpans
+) -> None:
     body = {"model": "upper", "prompt": "secret", "max_tokens": 3, "temperature": 0.5, "n": 2}
     answer = served.post(PATH, body, traceparent=TRACEPARENT)
     assert answer.status_code == 200
@@ -84,14 +89,16 @@ def test_a_request_has_a_span_below_the_callers_and_sends_its_own_to_the_engine(
 
 
 @pytest.mark.parametrize("header", ["", "x", TRACEPARENT.upper(), f"00-{'0' * 32}-{'0' * 16}-01"])
-def test_without_a_valid_context_a_request_begins_a_trace(served, kept, header):
+def test_without_a_valid_context_a_request_begins_a_trace(
+    served: Served, kept: KeptSpans, header: Any
+) -> None:
     served.post(PATH, {"prompt": "p"}, traceparent=header)
     span = only_span(kept)
     assert (span.name, span.parent) == ("text_completion", None)
     assert "loradock.adapter.name" not in span.attributes
 
 
-def test_a_stream_ends_its_span_with_its_last_event(served, kept):
+def test_a_stream_ends_its_span_with_its_last_event(served: Served, kept: KeptSpans) -> None:
     served.events(PATH, {"prompt": "p", "stream": True, "max_tokens": 2})
     span = only_span(kept)
     assert span.attributes["gen_ai.request.stream"] is True
@@ -99,7 +106,7 @@ def test_a_stream_ends_its_span_with_its_last_event(served, kept):
     assert span.attributes["gen_ai.usage.output_tokens"] == 2
 
 
-def test_vectors_have_spans(served, kept):
+def test_vectors_have_spans(served: Served, kept: KeptSpans) -> None:
     answer = served.post("/v1/embeddings", {"input": ["a", "b"], "model": "reverse"})
     span = only_span(kept)
     assert span.attributes["gen_ai.response.id"] == answer.json()["id"]
@@ -114,35 +121,31 @@ def test_vectors_have_spans(served, kept):
     ("code", "failed"), [(ErrorCode.NOT_SERVED, False), (ErrorCode.ENGINE_GONE, True)]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_is_named_by_its_code(served, kept, code, failed, stream):
-    served.controller.answers[rq.Generate] = lambda r: rq.Refused(r.request_id, code, "no")
+def test_a_failure_is_named_by_its_code(
+    served: Served, kept: KeptSpans, code: ErrorCode, failed: bool, stream: bool
+) -> None:
+    refuse(served, code)
     assert served.post(PATH, {"prompt": "p", "stream": stream}).status_code >= 400
     span = only_span(kept)
     assert span.attributes["error.type"] == code.value
     assert (span.status.status_code is StatusCode.ERROR) == failed
 
 
-def test_a_failure_within_a_stream_is_named_too(served, kept):
-    refused = ErrorCode.ENGINE_GONE
-
-    def answer(request):
-        served.controller.extra_replies = [rq.TokensStreamed(request.request_id, 0, (1,), "o")]
-        return rq.Refused(request.request_id, refused, "gone")
-
-    served.controller.answers[rq.Generate] = answer
+def test_a_failure_within_a_stream_is_named_too(served: Served, kept: KeptSpans) -> None:
+    refuse(served, ErrorCode.ENGINE_GONE, after_one_token=True)
     events = served.events(PATH, {"prompt": "p", "stream": True})
     assert json.loads(events[-2])["error"]["code"] == 503
-    assert only_span(kept).attributes["error.type"] == refused.value
+    assert only_span(kept).attributes["error.type"] == ErrorCode.ENGINE_GONE.value
 
 
-def test_an_unknown_model_is_no_failure_of_the_server(served, kept):
+def test_an_unknown_model_is_no_failure_of_the_server(served: Served, kept: KeptSpans) -> None:
     served.post(PATH, {"prompt": "p", "model": "nope"})
     span = only_span(kept)
     assert span.attributes["error.type"] == "L006"
     assert span.status.status_code is StatusCode.UNSET
 
 
-def test_a_client_that_leaves_ends_its_span(served, kept):
+def test_a_client_that_leaves_ends_its_span(served: Served, kept: KeptSpans) -> None:
     served.controller.answers[rq.Generate] = lambda _: None
     with served.connect() as connection:
         body = json.dumps({"prompt": "p", "stream": True}).encode()
@@ -152,7 +155,7 @@ def test_a_client_that_leaves_ends_its_span(served, kept):
     assert only_span(kept).attributes["error.type"] == "CancelledError"
 
 
-def test_the_wait_for_an_adapter_ends_with_its_slot(kept):
+def test_the_wait_for_an_adapter_ends_with_its_slot(kept: KeptSpans) -> None:
     table = AdapterTable()
     table.reset(rq.AdaptersListed("", (view("a", "pinned"), view("b", "evicted")), 0))
     traces = Traces(kept.tracer, table, ModelNames(()))

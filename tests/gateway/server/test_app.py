@@ -1,5 +1,8 @@
 """Health, versions, wrong paths and methods, and the OpenAPI document."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -8,10 +11,11 @@ from loradock.gateway.inference.sampling import Labels
 from loradock.messages import VERSION
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
+from tests.support.gateway.served import Served
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
-def test_health_is_that_of_the_engine(served, path):
+def test_health_is_that_of_the_engine(served: Served, path: Any) -> None:
     assert (served.get(path).status_code, served.get(path).content) == (200, b"")
     usual = served.controller._status
     served.controller.answers[rq.ShowStatus] = lambda request: msgspec.structs.replace(
@@ -24,12 +28,12 @@ def test_health_is_that_of_the_engine(served, path):
     assert served.get(path).status_code == 503
 
 
-def test_version_and_load(served):
+def test_version_and_load(served: Served) -> None:
     assert served.get("/version").json() == {"version": VERSION}
     assert served.get("/load").json() == {"server_load": 0}
 
 
-def test_unknown_paths_and_methods_are_answered_in_json(served):
+def test_unknown_paths_and_methods_are_answered_in_json(served: Served) -> None:
     for path in ("/nothing", "/v1", "/v1/models/../../etc", "/docs"):
         response = served.get(path)
         assert response.status_code == 404
@@ -40,7 +44,7 @@ def test_unknown_paths_and_methods_are_answered_in_json(served):
     assert response.headers["allow"] == "POST"
 
 
-def references(node):
+def references(node: Any) -> Iterator[Any]:
     if isinstance(node, dict):
         if isinstance(node.get("$ref"), str):
             yield node["$ref"]
@@ -51,7 +55,7 @@ def references(node):
             yield from references(child)
 
 
-def test_the_document_describes_every_endpoint(served):
+def test_the_document_describes_every_endpoint(served: Served) -> None:
     document = served.get("/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     schemas = document["components"]["schemas"]
@@ -66,7 +70,9 @@ def test_the_document_describes_every_endpoint(served):
     assert "messages" in schemas["ChatRequest"]["required"]
 
 
-def test_a_mistake_of_ours_is_answered_in_json(served, monkeypatch):
+def test_a_mistake_of_ours_is_answered_in_json(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Of an endpoint with an exact path, and of one with a name in it.
     monkeypatch.setattr(model_cards, "unix_seconds", lambda: 1 / 0)
     for path in ("/v1/models", "/v1/models/upper"):
@@ -77,7 +83,7 @@ def test_a_mistake_of_ours_is_answered_in_json(served, monkeypatch):
     assert served.get("/v1/models").status_code == 200
 
 
-def test_head_is_answered_as_get_is(served):
+def test_head_is_answered_as_get_is(served: Served) -> None:
     response = served.http.head("/version")
     assert (response.status_code, response.content) == (200, b"")
 
@@ -86,7 +92,7 @@ WRONG = (True, -1, "\x00", [[]], {"": [{}]}, 10**30)
 """Values of every type of JSON."""
 
 
-def fields_with_bodies(document):
+def fields_with_bodies(document: Any) -> Iterator[Any]:
     """Yield (path, field, valid body) for each field of each type of body."""
     schemas, seen = document["components"]["schemas"], set()
     for path, methods in document["paths"].items():
@@ -121,7 +127,7 @@ NEEDED = {
 }
 
 
-def test_a_wrong_value_of_any_field_is_refused_by_its_name(served):
+def test_a_wrong_value_of_any_field_is_refused_by_its_name(served: Served) -> None:
     fields = list(fields_with_bodies(served.get("/openapi.json").json()))
     assert len({path for path, _, _ in fields}) > 8
     accepted = {(path, field): 0 for path, field, _ in fields}

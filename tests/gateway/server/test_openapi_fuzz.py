@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.gateway.served import Served
+
 COMMAND = os.environ.get("SCHEMATHESIS", "")
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
@@ -18,7 +20,7 @@ CHECKS = (
 
 
 @pytest.mark.skipif(not COMMAND, reason="schemathesis is not installed; see `make fuzz`")
-def test_every_answer_conforms_to_the_document(served, tmp_path):
+def test_every_answer_conforms_to_the_document(served: Served, tmp_path: Path) -> None:
     options = ["--phases", "coverage,fuzzing", "--max-examples", "3", "--checks", ",".join(CHECKS)]
     # The stream of events has no end.
     options += ["--exclude-path", "/events", "--seed", "1", "--no-color"]

@@ -7,6 +7,8 @@ import ssl
 import subprocess
 import threading
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -16,7 +18,7 @@ from loradock.gateway.options import GatewayConfig, parse_address
 from loradock.gateway.server import process
 from loradock.messages import requests as rq
 from loradock.processes.progress import Progress
-from tests.support.gateway.served import post_bytes, read_all, serve_gateway
+from tests.support.gateway.served import Served, post_bytes, read_all, serve_gateway
 from tests.support.plain_logs import reset_logs
 from tests.support.simulation.standin_controller import StandIn
 from tests.support.waiting import HANG_S, wait_until
@@ -31,12 +33,12 @@ from tests.support.waiting import HANG_S, wait_until
         (":9000", ("127.0.0.1", 9000)),
     ],
 )
-def test_addresses_are_read(text, address):
+def test_addresses_are_read(text: str, address: Any) -> None:
     assert parse_address(text) == address
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", "host:x", "host:70000", "host:-1"])
-def test_wrong_addresses_are_refused(text):
+def test_wrong_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         parse_address(text)
 
@@ -52,7 +54,7 @@ def test_wrong_addresses_are_refused(text):
         '{"directory": "d", "port": "x"}',
     ],
 )
-def test_a_wrong_configuration_ends_the_process(monkeypatch, text):
+def test_a_wrong_configuration_ends_the_process(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr("sys.argv", ["gateway", text])
     try:
         assert process.main() == process.EXIT_CONFIG
@@ -71,14 +73,14 @@ def test_a_wrong_configuration_ends_the_process(monkeypatch, text):
         {"model": "examples/tiny/model", "chat_template": "/nothing"},
     ],
 )
-def test_options_that_can_not_be_served_end_the_process(tmp_path, options):
+def test_options_that_can_not_be_served_end_the_process(tmp_path: Path, options: Any) -> None:
     config = GatewayConfig(directory=str(tmp_path), port=0, **options)
     page = Progress()
     assert process.run(config, progress=page) == process.EXIT_CONFIG
     assert page.reason().startswith("can't serve with these options: ")
 
 
-def test_an_address_in_use_ends_the_process(tmp_path):
+def test_an_address_in_use_ends_the_process(tmp_path: Path) -> None:
     page = Progress()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -89,7 +91,9 @@ def test_an_address_in_use_ends_the_process(tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_supervisor_of_another_version_may_name_no_page(monkeypatch, tmp_path, count):
+def test_a_supervisor_of_another_version_may_name_no_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int
+) -> None:
     page = Progress.share()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = GatewayConfig(directory=str(tmp_path), port=taken.getsockname()[1])
@@ -102,7 +106,7 @@ def test_a_supervisor_of_another_version_may_name_no_page(monkeypatch, tmp_path,
     assert ("can't be used" in page.reason()) == (count == 2)
 
 
-def test_a_module_that_can_not_be_loaded_ends_the_process(tmp_path):
+def test_a_module_that_can_not_be_loaded_ends_the_process(tmp_path: Path) -> None:
     with StandIn(tmp_path) as controller:
         # The stand-in knows no other adapters, and refuses to load one.
         config = GatewayConfig(
@@ -111,7 +115,7 @@ def test_a_module_that_can_not_be_loaded_ends_the_process(tmp_path):
         assert process.run(config) == process.EXIT_CONFIG
 
 
-def refuses(gateway):
+def refuses(gateway: Served) -> bool:
     try:
         gateway.connect().close()
     except ConnectionRefusedError:
@@ -119,13 +123,13 @@ def refuses(gateway):
     return False
 
 
-def test_requests_in_flight_end_before_the_gateway(tmp_path):
+def test_requests_in_flight_end_before_the_gateway(tmp_path: Path) -> None:
     answers = []
     with StandIn(tmp_path) as controller:
         may_end = threading.Event()
         usual = controller._generate
 
-        def slow(request):
+        def slow(request: Any) -> Any:
             assert may_end.wait(HANG_S)
             return usual(request)
 
@@ -148,7 +152,7 @@ def test_requests_in_flight_end_before_the_gateway(tmp_path):
     assert answers[0].startswith(b"HTTP/1.1 200")
 
 
-def test_steps_are_reported_while_the_loop_runs(tmp_path):
+def test_steps_are_reported_while_the_loop_runs(tmp_path: Path) -> None:
     """A supervisor ends a process that reports none for an hour."""
     page = Progress()
     with StandIn(tmp_path) as controller:
@@ -162,7 +166,7 @@ def test_steps_are_reported_while_the_loop_runs(tmp_path):
         assert (last.name, last.bound_ns) == ("stop", (7 + process.STEP_BOUND_S) * 10**9)
 
 
-def test_readers_of_events_do_not_delay_the_end(tmp_path):
+def test_readers_of_events_do_not_delay_the_end(tmp_path: Path) -> None:
     with StandIn(tmp_path) as controller:
         with serve_gateway(controller, drain_timeout_s=3600) as gateway:
             connection = gateway.connect()
@@ -172,7 +176,9 @@ def test_readers_of_events_do_not_delay_the_end(tmp_path):
         connection.close()
 
 
-def test_a_head_that_does_not_arrive_is_refused(tmp_path, monkeypatch):
+def test_a_head_that_does_not_arrive_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "HEAD_TIMEOUT_S", 0.2)
     with StandIn(tmp_path) as controller, serve_gateway(controller) as gateway:
         for data in (b"", b"GET / HTTP/1.1\r\nhost: localhost\r\n"):
@@ -181,7 +187,9 @@ def test_a_head_that_does_not_arrive_is_refused(tmp_path, monkeypatch):
                 assert read_all(connection).startswith(b"HTTP/1.1 408")
 
 
-def test_a_client_that_does_not_read_its_answer_loses_it(tmp_path, monkeypatch):
+def test_a_client_that_does_not_read_its_answer_loses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "UNREAD_TIMEOUT_S", 0.2)
     # More than the buffers of both sides hold.
     output = tuple((number, "x" * (1 << 20)) for number in range(16))
@@ -200,7 +208,7 @@ def test_a_client_that_does_not_read_its_answer_loses_it(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The files of a key and of a certificate for 127.0.0.1."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
@@ -213,7 +221,7 @@ def certificate(tmp_path_factory):
     return str(key), str(file)
 
 
-def test_https_with_and_without_certificates_of_clients(tmp_path, certificate):
+def test_https_with_and_without_certificates_of_clients(tmp_path: Path, certificate: Any) -> None:
     key, file = certificate
     options = {"ssl_keyfile": key, "ssl_certfile": file}
     trusting = ssl.create_default_context(cafile=file)

@@ -1,11 +1,14 @@
 """Browsers of other web sites, and proxies with a prefix, in front of a gateway with a key."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from loradock.gateway.http.security import with_cors
 from loradock.gateway.options import GatewayConfig, GatewayOptions
 from loradock.gateway.server.app import root_path_of
-from tests.support.gateway.served import model_directory, serve_gateway
+from tests.support.gateway.served import Served, model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
 SITE = "https://chat.example"
@@ -18,7 +21,7 @@ KEY = {"authorization": "Bearer key"}
 
 
 @pytest.fixture(scope="module")
-def proxied(tmp_path_factory):
+def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("gw")
     with (
         StandIn(directory) as controller,
@@ -36,7 +39,7 @@ def proxied(tmp_path_factory):
         yield gateway
 
 
-def test_a_preflight_needs_no_key_but_an_allowed_site(proxied):
+def test_a_preflight_needs_no_key_but_an_allowed_site(proxied: Served) -> None:
     answer = proxied.http.options("/v1/chat/completions", headers=PREFLIGHT)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == SITE
@@ -46,7 +49,7 @@ def test_a_preflight_needs_no_key_but_an_allowed_site(proxied):
     assert "access-control-allow-origin" not in refused.headers
 
 
-def test_a_preflight_to_an_unknown_host_is_refused(proxied):
+def test_a_preflight_to_an_unknown_host_is_refused(proxied: Served) -> None:
     headers = {**PREFLIGHT, "host": "rebound.example"}
     answer = proxied.http.options("/v1/models", headers=headers)
     assert answer.status_code == 403
@@ -54,7 +57,9 @@ def test_a_preflight_to_an_unknown_host_is_refused(proxied):
 
 
 @pytest.mark.parametrize(("headers", "status"), [(KEY, 200), ({}, 401)])
-def test_answers_and_errors_can_be_read_by_the_site(proxied, headers, status):
+def test_answers_and_errors_can_be_read_by_the_site(
+    proxied: Served, headers: Any, status: int
+) -> None:
     answer = proxied.get("/v1/models", origin=SITE, **headers)
     assert answer.status_code == status
     assert answer.headers["access-control-allow-origin"] == SITE
@@ -63,14 +68,14 @@ def test_answers_and_errors_can_be_read_by_the_site(proxied, headers, status):
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_a_stream_can_be_read_by_the_site(proxied):
+def test_a_stream_can_be_read_by_the_site(proxied: Served) -> None:
     body = {"prompt": "p", "stream": True}
     answer = proxied.post("/v1/completions", body, origin=SITE, **KEY)
     assert answer.headers["access-control-allow-origin"] == SITE
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
-def test_without_sites_a_gateway_has_no_cors(served):
+def test_without_sites_a_gateway_has_no_cors(served: Served) -> None:
     assert served.http.options("/v1/models", headers=PREFLIGHT).status_code == 405
     assert "access-control-allow-origin" not in served.get("/v1/models", origin=SITE).headers
 
@@ -83,24 +88,24 @@ def test_without_sites_a_gateway_has_no_cors(served):
         ({"allowed_origins": ("[1]",)}, "JSON list"),
     ],
 )
-def test_options_without_effect_are_refused(options, words):
+def test_options_without_effect_are_refused(options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         with_cors(None, GatewayOptions(**options))
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/llm/v1/models", "/v1/models/big"])
-def test_paths_have_the_prefix_or_not(proxied, path):
+def test_paths_have_the_prefix_or_not(proxied: Served, path: Any) -> None:
     assert proxied.get(path, **KEY).status_code == 200
     assert proxied.get(f"/llm{path}" if path[1] == "v" else path, **KEY).status_code == 200
 
 
-def test_a_key_is_needed_behind_the_prefix_too(proxied):
+def test_a_key_is_needed_behind_the_prefix_too(proxied: Served) -> None:
     assert proxied.get("/llm/v1/models").status_code == 401
     assert proxied.get("/llmx/v1/models", **KEY).status_code == 404
     assert proxied.get("/llm/llm/v1/models", **KEY).status_code == 404
 
 
-def test_the_document_names_the_prefix(proxied):
+def test_the_document_names_the_prefix(proxied: Served) -> None:
     assert proxied.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
     for wrong in ("llm", "//evil", "/a b"):
         with pytest.raises(ValueError, match="--root-path"):
@@ -108,7 +113,7 @@ def test_the_document_names_the_prefix(proxied):
     assert not root_path_of(GatewayConfig(root_path="/"))
 
 
-def test_each_served_name_has_a_card(proxied):
+def test_each_served_name_has_a_card(proxied: Served) -> None:
     cards = proxied.get("/v1/models", **KEY).json()["data"]
     assert [card["id"] for card in cards if card["parent"] is None] == ["big", "alias"]
     assert {card["parent"] for card in cards[2:]} == {"big"}
@@ -116,7 +121,7 @@ def test_each_served_name_has_a_card(proxied):
         assert proxied.get(f"/v1/models/{name}", **KEY).json()["id"] == name
 
 
-def test_the_tokenizer_is_described_like_its_file(proxied, served):
+def test_the_tokenizer_is_described_like_its_file(proxied: Served, served: Served) -> None:
     info = proxied.get("/tokenizer_info", **KEY).json()
     assert isinstance(info["tokenizer_class"], str)
     assert "<assistant>" in info["chat_template"]
@@ -126,7 +131,9 @@ def test_the_tokenizer_is_described_like_its_file(proxied, served):
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_the_configuration_is_shown_without_keys(proxied, monkeypatch, form):
+def test_the_configuration_is_shown_without_keys(
+    proxied: Served, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "hidden")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     answer = proxied.get(f"/server_info?config_format={form}", **KEY)
@@ -142,5 +149,5 @@ def test_the_configuration_is_shown_without_keys(proxied, monkeypatch, form):
     assert proxied.get("/server_info").status_code == 401
 
 
-def test_ping_is_served_for_both_methods(proxied):
+def test_ping_is_served_for_both_methods(proxied: Served) -> None:
     assert proxied.http.post("/ping").status_code == proxied.get("/ping").status_code == 200

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 class Visit:
     """A page, and what the browser reported of it: messages, and addresses of requests."""
 
-    def __init__(self, page) -> None:
+    def __init__(self, page: Any) -> None:
         self.page = page
         self.messages = []
         self.addresses = []
@@ -24,16 +25,16 @@ class Visit:
         page.on("pageerror", lambda error: self.messages.append(str(error)))
         page.on("request", lambda request: self.addresses.append(request.url))
 
-    def chips(self, state):
+    def chips(self, state: str) -> Any:
         """Return the names in the column of a state."""
         return self.page.locator(f"ul[aria-label='Adapters in {state}'] button").all_inner_texts()
 
-    def keep_picture(self, name):
+    def keep_picture(self, name: Any) -> None:
         """Write a picture of the page where CI keeps its artefacts."""
         if folder := os.environ.get("LORADOCK_ARTIFACTS"):
             self.page.screenshot(path=Path(folder) / f"{name}.png")
 
-    def wait_for(self, condition):
+    def wait_for(self, condition: Any) -> None:
         """Wait until a JavaScript expression is true; the page's policy allows no other way."""
         wait_until(lambda: self.page.evaluate(condition), what=condition)
 
@@ -53,7 +54,7 @@ def browser() -> Iterator[object]:
 
 
 @contextmanager
-def visit(running, url: str, **options) -> Iterator[Visit]:
+def visit(running: Any, url: str, **options: Any) -> Iterator[Visit]:
     """Open a page in a context of its own."""
     context = running.new_context(**options)
     page = context.new_page()

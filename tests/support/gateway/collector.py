@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -12,20 +13,20 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 class Collector(ThreadingHTTPServer):
     """`spans`: (service, span) pairs in order of arrival."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.spans = []
 
     @property
-    def url(self):
+    def url(self) -> Any:
         return f"http://127.0.0.1:{self.server_port}/v1/traces"
 
-    def of_service(self, service, name):
+    def of_service(self, service: Any, name: Any) -> Any:
         return [span for of, span in self.spans if (of, span.name) == (service, name)]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
+    def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         if self.headers.get("content-encoding") == "gzip":
             body = gzip.decompress(body)
@@ -38,7 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", "0")
         self.end_headers()
 
-    def log_message(self, *arguments):
+    def log_message(self, *arguments: Any) -> None:
         """Log nothing."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -56,13 +57,19 @@ class Served:
         self.url = f"{'https' if verify else 'http'}://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=HANG_S, verify=verify or True)
 
-    def post(self, path, body=None, **headers):
+    def post(self, path: Any, body: Any = None, **headers: Any) -> Any:
         return self.http.post(path, json={} if body is None else body, headers=headers)
 
-    def get(self, path, **headers):
+    def refused(self, path: str, body: Any = None, status: int = 400) -> Any:
+        """Send a request that is refused with this status, and return its error."""
+        response = self.post(path, body)
+        assert response.status_code == status, response.text
+        return response.json()["error"]
+
+    def get(self, path: Any, **headers: Any) -> Any:
         return self.http.get(path, headers=headers)
 
-    def events(self, path, body):
+    def events(self, path: Any, body: Any) -> Any:
         """Return the data of each event of a stream."""
         with self.http.stream("POST", path, json=body) as response:
             assert response.headers["content-type"].startswith("text/event-stream"), response.read()
@@ -105,7 +112,7 @@ def serve_gateway(
     controller: StandIn,
     verify: ssl.SSLContext | None = None,
     progress: Progress | None = None,
-    **options,
+    **options: Any,
 ) -> Iterator[Served]:
     """Serve until the context ends, which also shows that the gateway ends with its supervisor."""
     config = GatewayConfig(directory=str(controller.directory), port=0, **options)
@@ -146,7 +153,7 @@ class Adapters:
         controller.answers[rq.HoldAdapter] = self.hold
         controller.answers[rq.RemoveAdapter] = self.remove
 
-    def load(self, request):
+    def load(self, request: Any) -> Any:
         if "missing" in request.path:
             text = f"adapter {request.adapter!r}: no directory {request.path!r}"
             return rq.Refused(request.request_id, ErrorCode.NOT_FOUND, text)
@@ -155,22 +162,22 @@ class Adapters:
         )
         return self._done(request)
 
-    def hold(self, request):
+    def hold(self, request: Any) -> Any:
         known = self.controller.adapters[request.adapter]
         self.controller.adapters[request.adapter] = msgspec.structs.replace(known, held=True)
         return self._done(request)
 
-    def remove(self, request):
+    def remove(self, request: Any) -> Any:
         done = self._done(request)
         del self.controller.adapters[request.adapter]
         return done
 
-    def _done(self, request):
+    def _done(self, request: Any) -> Any:
         known = self.controller.adapters[request.adapter]
         return rq.AdapterDone(request.request_id, request.adapter, known.state)
 
 
-def data_of(events):
+def data_of(events: Any) -> Any:
     """Return the decoded events of a stream, without its end."""
     assert events[-1] == "[DONE]"
     return [json.loads(event) for event in events[:-1]]

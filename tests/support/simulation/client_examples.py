@@ -2,10 +2,13 @@
 
 from loradock.client.calls import NO_ID, Timing
 from loradock.client.session import Session
+from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.prompts import Sampling
 from loradock.messages.wire import REPLIES, REQUESTS
+from tests.support.waiting import HANG_S
 
+FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=HANG_S)
 TIMING = Timing(retry_s_min=0.5, retry_s_max=5.0, slack_s=2.0, lost_tokens_s=10.0)
 
 
@@ -20,6 +23,11 @@ def sent(frames):
 
 def reply(message, epoch=1):
     return REPLIES.encode((message,), epoch, 0)
+
+
+def resumed(*epochs):
+    """Events, one per epoch."""
+    return [ev.ControllerResumed(epoch) for epoch in epochs]
 
 
 def load(client, now=0.0, timeout_s=10.0):

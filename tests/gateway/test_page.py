@@ -1,26 +1,57 @@
-"""Server-sent events: a snapshot first, then each event once, also after a lost connection."""
+"""The page, and the events that it follows."""
 
 import json
+import re
+from typing import Any
 
 import msgspec
+import pytest
 
+from loradock.gateway.page import PAGE, content_security_policy
 from loradock.messages import events as ev
 from loradock.messages.errors import ErrorCode
+from tests.support.gateway.served import Served
 from tests.support.simulation.standin_controller import view
 from tests.support.waiting import wait_until
+
+
+def test_the_page_is_served_with_its_policy(served: Served) -> None:
+    response = served.get("/")
+    assert response.headers["content-type"].startswith("text/html")
+    assert response.text == PAGE.read_text()
+    policy = response.headers["content-security-policy"]
+    assert policy == content_security_policy(response.text)
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_the_page_refers_to_no_other_host() -> None:
+    text = PAGE.read_text()
+    # The empty icon keeps browsers from requesting one.
+    assert re.findall(r"(?:src|href|action)\s*=\s*\S+", text) == ['href="data:,">']
+    # Names of XML are not fetched.
+    addresses = set(re.findall(r"https?://[^\"'\s<>]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+    assert re.findall(r"@import|url\(", text) == []
+
+
+def test_the_policy_has_a_digest_per_block() -> None:
+    policy = content_security_policy("<script>a</script><style>b</style><script>c</script>")
+    assert policy.count("'sha256-") == 3
+    assert policy != content_security_policy("<script>x</script><style>b</style>")
 
 
 class Reader:
     """One connection to `/events`."""
 
-    def __init__(self, served, **headers):
+    def __init__(self, served: Served, **headers: Any) -> None:
         self._context = served.http.stream("GET", "/events", headers=headers)
         self._response = self._context.__enter__()
         assert self._response.headers["content-type"].startswith("text/event-stream")
         self._text = self._response.iter_text()
         self._buffer = ""
 
-    def next(self, *kinds):
+    def next(self, *kinds: Any) -> Any:
         """Return kind, number and data of the next event of these kinds."""
         while True:
             while "\n\n" not in self._buffer:
@@ -30,11 +61,11 @@ class Reader:
             if fields.get("event") in kinds:
                 return fields["event"], int(fields["id"]), json.loads(fields["data"])
 
-    def close(self):
+    def close(self) -> None:
         self._context.__exit__(None, None, None)
 
 
-def test_a_reader_follows_the_adapters(served):
+def test_a_reader_follows_the_adapters(served: Served) -> None:
     reader = Reader(served)
     _, seq, snapshot = reader.next("snapshot")
     assert [card["id"] for card in snapshot["adapters"]] == ["reverse", "upper"]
@@ -55,7 +86,7 @@ def test_a_reader_follows_the_adapters(served):
     reader.close()
 
 
-def test_a_reader_receives_what_events_do_not_contain(served):
+def test_a_reader_receives_what_events_do_not_contain(served: Served) -> None:
     reader = Reader(served)
     reader.next("snapshot")
     waiting = msgspec.structs.replace(view("upper", "pinned"), waiting=3)
@@ -67,7 +98,7 @@ def test_a_reader_receives_what_events_do_not_contain(served):
     reader.close()
 
 
-def test_a_reader_continues_where_it_lost_its_connection(served):
+def test_a_reader_continues_where_it_lost_its_connection(served: Served) -> None:
     reader = Reader(served)
     _, seq, _ = reader.next("snapshot")
     reader.close()
@@ -80,14 +111,14 @@ def test_a_reader_continues_where_it_lost_its_connection(served):
     reader.close()
 
 
-def test_a_reader_with_an_unknown_number_starts_again(served):
+def test_a_reader_with_an_unknown_number_starts_again(served: Served) -> None:
     for number in ("999999999", "x", "-1"):
         reader = Reader(served, **{"last-event-id": number})
         assert reader.next("event", "snapshot")[0] == "snapshot"
         reader.close()
 
 
-def test_past_events_are_read_in_pages(served):
+def test_past_events_are_read_in_pages(served: Served) -> None:
     served.controller.publish(*(ev.AdapterHeld(name) for name in ("a", "b", "a", "b", "a")))
     everything = []
     since = 0
@@ -101,27 +132,29 @@ def test_past_events_are_read_in_pages(served):
     assert [event["event"]["adapter"] for event in own] == ["a"] * 3
 
 
-def test_wrong_numbers_are_refused(served):
+def test_wrong_numbers_are_refused(served: Served) -> None:
     for query in ("since=x", "since=-1", "limit=3000", "since=" + "9" * 40):
         response = served.get(f"/events/history?{query}")
         assert response.status_code == 400
         assert response.json()["error"]["param"] == query.partition("=")[0]
 
 
-def test_readers_are_bounded_and_leave_nothing(served, monkeypatch):
+def test_readers_are_bounded_and_leave_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("loradock.gateway.page.READERS_MAX", 2)
     readers = [Reader(served), Reader(served)]
     assert served.get("/events").status_code == 429
     for reader in readers:
         reader.close()
 
-    def again():
+    def again() -> Any:
         with served.http.stream("GET", "/events") as response:
             return response.status_code == 200
 
     wait_until(again)
 
 
-def test_the_head_of_a_stream_can_be_requested_alone(served):
+def test_the_head_of_a_stream_can_be_requested_alone(served: Served) -> None:
     response = served.http.head("/events")
     assert (response.status_code, response.content) == (200, b"")

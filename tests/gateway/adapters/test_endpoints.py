@@ -1,10 +1,14 @@
 """Adapters loaded and unloaded over HTTP, with the bodies and answers of vLLM and of SGLang."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from tests.support.gateway.served import Adapters, serve_gateway
+from tests.support.gateway.outputs import refuse
+from tests.support.gateway.served import Adapters, Served, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
 LOAD = "/v1/load_lora_adapter"
@@ -12,12 +16,12 @@ UNLOAD = "/v1/unload_lora_adapter"
 
 
 @pytest.fixture
-def adapters(served):
+def adapters(served: Served) -> Any:
     return Adapters(served.controller)
 
 
 @pytest.mark.usefixtures("adapters")
-def test_vllms_load_and_unload(served):
+def test_vllms_load_and_unload(served: Served) -> None:
     response = served.post(LOAD, {"lora_name": "new", "lora_path": "roots/new"})
     assert (response.status_code, response.text) == (
         200,
@@ -33,7 +37,7 @@ def test_vllms_load_and_unload(served):
 
 
 @pytest.mark.usefixtures("adapters")
-def test_a_loaded_name_is_refused_unless_it_is_to_be_replaced(served):
+def test_a_loaded_name_is_refused_unless_it_is_to_be_replaced(served: Served) -> None:
     body = {"lora_name": "own", "lora_path": "roots/own"}
     served.post(LOAD, body)
     response = served.post(LOAD, body)
@@ -63,7 +67,9 @@ def test_a_loaded_name_is_refused_unless_it_is_to_be_replaced(served):
         (UNLOAD, {"lora_name": "../x"}, 404, "lora_name"),
     ],
 )
-def test_what_can_not_be_done_is_refused(served, path, body, status, param):
+def test_what_can_not_be_done_is_refused(
+    served: Served, path: Any, body: Any, status: int, param: Any
+) -> None:
     response = served.post(path, body)
     assert response.status_code == status
     assert response.json()["error"]["code"] == status
@@ -71,7 +77,7 @@ def test_what_can_not_be_done_is_refused(served, path, body, status, param):
 
 
 @pytest.mark.usefixtures("adapters")
-def test_sglangs_load_and_unload(served):
+def test_sglangs_load_and_unload(served: Served) -> None:
     body = {"lora_name": "new", "lora_path": "roots/new", "pinned": True}
     answer = served.post("/load_lora_adapter", body).json()
     assert answer["success"]
@@ -87,7 +93,9 @@ def test_sglangs_load_and_unload(served):
     assert served.post("/unload_lora_adapter", {"lora_name": "new"}).status_code == 404
 
 
-def test_adapters_are_not_changed_unless_the_operator_allows_it(tmp_path, monkeypatch):
+def test_adapters_are_not_changed_unless_the_operator_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with StandIn(tmp_path) as controller:
         with serve_gateway(controller) as gateway:
             for path in (LOAD, UNLOAD, "/load_lora_adapter", "/v1/lora_adapters/upper/evict"):
@@ -101,7 +109,7 @@ def test_adapters_are_not_changed_unless_the_operator_allows_it(tmp_path, monkey
 
 
 @pytest.mark.parametrize("move", ["hold", "release", "evict"])
-def test_an_adapter_is_moved(served, move):
+def test_an_adapter_is_moved(served: Served, move: str) -> None:
     answer = served.post(f"/v1/lora_adapters/upper/{move}").json()
     assert answer == {"id": "upper", "state": "gpu-slot", "slot": 2, "generation": 5}
     kinds = {
@@ -114,7 +122,7 @@ def test_an_adapter_is_moved(served, move):
 
 
 @pytest.mark.parametrize("to", ["cpu-cached", "pinned", "gpu-slot"])
-def test_an_adapter_is_prefetched_to_a_tier(served, to):
+def test_an_adapter_is_prefetched_to_a_tier(served: Served, to: str) -> None:
     answer = served.post("/v1/lora_adapters/upper/prefetch", {"to": to}).json()
     assert answer == {"id": "upper", "state": "evicted", "goal": to}
     [request] = served.controller.requests(rq.PrefetchAdapter)
@@ -123,12 +131,12 @@ def test_an_adapter_is_prefetched_to_a_tier(served, to):
 
 
 @pytest.mark.parametrize("name", ["nope", "a b", "..", "%2e%2e", "a%2fb"])
-def test_an_unknown_adapter_is_not_registered_by_a_move(served, name):
+def test_an_unknown_adapter_is_not_registered_by_a_move(served: Served, name: Any) -> None:
     assert served.post(f"/v1/lora_adapters/{name}/hold").status_code == 404
     assert served.controller.requests(rq.HoldAdapter) == []
 
 
-def test_adapters_have_their_counters(served):
+def test_adapters_have_their_counters(served: Served) -> None:
     answer = served.get("/v1/lora_adapters").json()
     assert [card["id"] for card in answer["data"]] == ["reverse", "upper"]
     card = served.get("/v1/lora_adapters/upper").json()
@@ -139,17 +147,15 @@ def test_adapters_have_their_counters(served):
     assert served.get("/v1/lora_adapters/nope").status_code == 404
 
 
-def test_an_absent_engine_is_answered_with_503(served):
-    served.controller.answers[rq.ShowAdapter] = lambda request: rq.Refused(
-        request.request_id, ErrorCode.ENGINE_GONE, "gone"
-    )
+def test_an_absent_engine_is_answered_with_503(served: Served) -> None:
+    refuse(served, ErrorCode.ENGINE_GONE, rq.ShowAdapter)
     response = served.get("/v1/lora_adapters/upper")
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
     assert response.headers["x-loradock-code"] == "L011"
 
 
-def test_models_are_listed_with_their_parents(served):
+def test_models_are_listed_with_their_parents(served: Served) -> None:
     base, *adapters = served.get("/v1/models").json()["data"]
     assert base["id"] == "tiny-chat"
     assert base["parent"] is None

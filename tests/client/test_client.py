@@ -10,33 +10,18 @@ from loradock.client import (
     Client,
     EngineGone,
     Gap,
-    LoradockError,
     Malformed,
     NoRoom,
-    Timing,
     UnknownAdapter,
 )
 from loradock.client.sockets import requests_endpoint
-from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import Sampling
 from loradock.messages.wire import REPLIES, REQUESTS
+from tests.support.simulation.client_examples import FAST, resumed
 from tests.support.simulation.standin_controller import StandIn, view
 from tests.support.waiting import HANG_S
-
-FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=HANG_S)
-
-
-@pytest.fixture
-def client(controller):
-    with Client(controller.directory, timeout_s=HANG_S, timing=FAST) as client:
-        yield client
-
-
-def resumed(*epochs):
-    return [ev.ControllerResumed(epoch) for epoch in epochs]
-
 
 # Requests and their answers
 
@@ -302,15 +287,21 @@ def test_events_that_are_not_kept_are_replaced_by_a_snapshot_on_request(client, 
     assert [item.seq for item in client.events(since=2, follow=False, snapshot=True)] == [3, 4]
 
 
-def test_a_long_snapshot_is_fetched_in_pages(client, controller):
+def list_in_pages(controller):
+    """Let the controller list seven adapters in pages of three."""
     views = [view(f"a-{number}", adapter_id=number) for number in range(7)]
-    controller.publish(*resumed(1, 2, 3, 4))
 
     def page(request):
         left = [v for v in views if (v.adapter, v.adapter_id) > (request.after, request.after_id)]
-        return rq.AdaptersPage(request.request_id, tuple(left[:3]), 9, len(left) > 3)
+        return rq.AdaptersPage(request.request_id, tuple(left[:3]), 9 + len(left), len(left) > 3)
 
     controller.answers[rq.ListAdapters] = page
+    return views
+
+
+def test_a_long_snapshot_is_fetched_in_pages(client, controller):
+    views = list_in_pages(controller)
+    controller.publish(*resumed(1, 2, 3, 4))
     controller.answers[rq.FetchEvents] = lambda request: rq.SnapshotFetched(
         request.request_id, tuple(views[:3]), 4, True
     )
@@ -320,19 +311,8 @@ def test_a_long_snapshot_is_fetched_in_pages(client, controller):
     assert (snapshot.expected, snapshot.seq) == (1, 4)
 
 
-def test_every_error_is_a_loradock_error(client):
-    with pytest.raises(LoradockError):
-        client.show("nobody")
-
-
 def test_a_long_list_is_fetched_in_pages_and_returned_as_one(client, controller):
-    views = [view(f"a-{number}", adapter_id=number) for number in range(7)]
-
-    def page(request):
-        left = [v for v in views if (v.adapter, v.adapter_id) > (request.after, request.after_id)]
-        return rq.AdaptersPage(request.request_id, tuple(left[:3]), 9 + len(left), len(left) > 3)
-
-    controller.answers[rq.ListAdapters] = page
+    views = list_in_pages(controller)
     listed = client.list()
     assert listed.adapters == tuple(views)
     assert listed.request_id == controller.received[-1].request_id

@@ -1,5 +1,9 @@
 """The page in a browser: adapters move, a lost connection heals, keys, the past, accessibility."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from loradock.messages import events as ev
@@ -12,19 +16,19 @@ from tests.support.waiting import wait_until
 CONNECTED = "document.getElementById('connection').textContent === 'connected'"
 
 
-def chip_in(state, name):
+def chip_in(state: str, name: Any) -> str:
     return f"document.querySelector(`ul[aria-label='Adapters in {state}'] [data-id='{name}']`)"
 
 
 @pytest.fixture(scope="module")
-def running():
+def running() -> Iterator[Any]:
     """A browser."""
     with browser() as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def site(running, tmp_path_factory):
+def site(running: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A visited page, with the gateway and the stand-in that it shows."""
     with (
         StandIn(tmp_path_factory.mktemp("gw")) as controller,
@@ -36,17 +40,17 @@ def site(running, tmp_path_factory):
         yield visited
 
 
-def publish(site, *happened):
+def publish(site: Any, *happened: Any) -> None:
     site.gateway.controller.publish(*happened)
 
 
-def change(site, name, state, *happened):
+def change(site: Any, name: Any, state: str, *happened: Any) -> None:
     """Change an adapter of the stand-in, and publish what happened."""
     site.gateway.controller.adapters[name] = view(name, state)
     publish(site, *happened)
 
 
-def test_an_adapter_moves_between_the_states(site):
+def test_an_adapter_moves_between_the_states(site: Any) -> None:
     site.wait_for(chip_in("evicted", "reverse"))
     change(site, "reverse", "cpu-cached", ev.AdapterCached("reverse"))
     site.wait_for(chip_in("cpu-cached", "reverse"))
@@ -61,7 +65,7 @@ def test_an_adapter_moves_between_the_states(site):
     site.page.fill("#search", "")
 
 
-def test_a_new_adapter_with_a_hostile_name_stays_a_text(site):
+def test_a_new_adapter_with_a_hostile_name_stays_a_text(site: Any) -> None:
     name = "x.-_x"
     change(site, name, "cpu-cached", ev.AdapterAccepted(name, "<img src=x>", 8, 2048))
     publish(site, ev.AdapterCached(name))
@@ -73,7 +77,7 @@ def test_a_new_adapter_with_a_hostile_name_stays_a_text(site):
     site.wait_for(f"!{chip_in('cpu-cached', name)}")
 
 
-def test_a_lost_connection_heals_without_a_gap(site):
+def test_a_lost_connection_heals_without_a_gap(site: Any) -> None:
     # The page's own stream is aborted, as a network would do it.
     site.page.evaluate("reading.abort()")
     site.wait_for("document.getElementById('connection').textContent.includes('lost')")
@@ -82,7 +86,7 @@ def test_a_lost_connection_heals_without_a_gap(site):
     site.wait_for("document.getElementById('log').textContent.split('AdapterHeld').length >= 3")
 
 
-def test_details_and_changes_by_keyboard(site):
+def test_details_and_changes_by_keyboard(site: Any) -> None:
     page = site.page
     site.wait_for(chip_in("gpu-slot", "upper"))
     page.locator("[data-id=upper]").focus()
@@ -100,7 +104,7 @@ def test_details_and_changes_by_keyboard(site):
     site.wait_for("document.activeElement.dataset.id === 'upper'")
 
 
-def test_the_past_is_a_fold_of_the_events(site):
+def test_the_past_is_a_fold_of_the_events(site: Any) -> None:
     page = site.page
     page.click("#pause")
     page.click("#past")
@@ -115,7 +119,7 @@ def test_the_past_is_a_fold_of_the_events(site):
     site.wait_for("document.getElementById('moment').textContent === 'live'")
 
 
-def test_the_page_is_quiet_and_stays_with_its_host(site):
+def test_the_page_is_quiet_and_stays_with_its_host(site: Any) -> None:
     assert site.messages == []
     assert {address.rpartition(":")[2].partition("/")[0] for address in site.addresses} <= {
         str(site.gateway.port),
@@ -123,7 +127,7 @@ def test_the_page_is_quiet_and_stays_with_its_host(site):
     }
 
 
-def test_the_page_is_accessible_on_a_phone(running, site):
+def test_the_page_is_accessible_on_a_phone(running: Any, site: Any) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
     viewport = {"width": 390, "height": 800}
     with visit(running, site.gateway.url, bypass_csp=True, viewport=viewport) as visited:
@@ -137,7 +141,7 @@ def test_the_page_is_accessible_on_a_phone(running, site):
         assert visited.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_a_key_is_requested_and_kept(running, tmp_path):
+def test_a_key_is_requested_and_kept(running: Any, tmp_path: Path) -> None:
     with (
         StandIn(tmp_path) as controller,
         serve_gateway(controller, api_keys=("secret",)) as gateway,

@@ -1,7 +1,7 @@
 """Parsers of calls: each format, and that the division of a text never changes its parts."""
 
 import json
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -36,9 +36,24 @@ CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
 TIME = '{"name": "time", "parameters": {}}'
 ELEMENTS = "\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
 
+# Format, and outputs that are text without calls.
+TEXTS = {
+    "hermes": (
+        *("Hello <b>.", " \n ", " " * 200 + "x", "a <tool_call> b <tool_call> c"),
+        *("<tool_call>{'a'}</tool_call>", f"a <tool_call>{CALL[:-3]}"),
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>',
+        f"<tool_call>{'[' * 100_000}</tool_call>",
+    ),
+    "llama3_json": (f"See: {TIME}", '{"answer": 1}', "<|python_tag|>print(1)"),
+    "mistral": ("[TOOL_CALLS]weather{", "[1] is [TOOL"),
+    "qwen3_coder": (f"<tool_call>{CALL}</tool_call>",),
+}
+
 # Format, output, the text of the answer, and its calls.
 OUTPUTS = [
-    ("hermes", "Hello <b>.", "Hello <b>.", []),
+    *((name, text, text, []) for name, texts in TEXTS.items() for text in texts),
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [("weather", PARIS)]),
     ("hermes", f"I look.\n<tool_call>{CALL}</tool_call>\n", "I look.", [("weather", PARIS)]),
     (
@@ -50,8 +65,6 @@ OUTPUTS = [
     ("hermes", f"<tool_call>{CALL}</tool_call> Done.", " Done.", [("weather", PARIS)]),
     # The end tag is missing, because it is the model's end token.
     ("hermes", f"<tool_call>{CALL}", "", [("weather", PARIS)]),
-    ("hermes", "<tool_call>{'a'}</tool_call>", "<tool_call>{'a'}</tool_call>", []),
-    ("hermes", f"a <tool_call>{CALL[:-3]}", f"a <tool_call>{CALL[:-3]}", []),
     (
         "hermes",
         f"<tool_call>[{CALL}, {TIME}]</tool_call>",
@@ -60,43 +73,13 @@ OUTPUTS = [
     ),
     (
         "hermes",
-        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
-        [],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>',
-        '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>',
-        [],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>',
-        '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>',
-        [],
-    ),
-    (
-        "hermes",
-        f"<tool_call>{'[' * 100_000}</tool_call>",
-        f"<tool_call>{'[' * 100_000}</tool_call>",
-        [],
-    ),
-    (
-        "hermes",
         '<tool_call>{"name": "time", "arguments": {"a": "x\ny"}}</tool_call>',
         "",
         [("time", '{"a": "x\\ny"}')],
     ),
-    ("hermes", "a <tool_call> b <tool_call> c", "a <tool_call> b <tool_call> c", []),
-    ("hermes", " " * 200 + "x", " " * 200 + "x", []),
-    ("hermes", " \n ", " \n ", []),
     ("llama3_json", f"<|python_tag|>{TIME}", "", [("time", "{}")]),
     ("llama3_json", f" {TIME}; {CALL}", "", [("time", "{}"), ("weather", PARIS)]),
-    ("llama3_json", f"See: {TIME}", f"See: {TIME}", []),
     ("llama3_json", f"See:<|python_tag|>{TIME}", "See:", [("time", "{}")]),
-    ("llama3_json", '{"answer": 1}', '{"answer": 1}', []),
-    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     ("mistral", f"[TOOL_CALLS][{CALL}, {TIME}]", "", [("weather", PARIS), ("time", "{}")]),
     ("mistral", f"[TOOL_CALLS]weather{PARIS}", "", [("weather", PARIS)]),
     (
@@ -105,8 +88,6 @@ OUTPUTS = [
         "Yes",
         [("weather", PARIS), ("time", "{}")],
     ),
-    ("mistral", "[TOOL_CALLS]weather{", "[TOOL_CALLS]weather{", []),
-    ("mistral", "[1] is [TOOL", "[1] is [TOOL", []),
     ("qwen3_coder", f"<tool_call>{ELEMENTS}</tool_call>", "", [("weather", PARIS)]),
     (
         "qwen3_coder",
@@ -127,11 +108,10 @@ OUTPUTS = [
         "",
         [("weather", '{"days": "x"}')],
     ),
-    ("qwen3_coder", f"<tool_call>{CALL}</tool_call>", f"<tool_call>{CALL}</tool_call>", []),
 ]
 
 
-def read(parser, pieces):
+def read(parser: Any, pieces: Any) -> Any:
     """Return the text and the calls of an output that arrives in pieces."""
     blocks = Blocks(lambda: "id")
     for piece in pieces:
@@ -142,7 +122,9 @@ def read(parser, pieces):
 
 
 @pytest.mark.parametrize(("name", "output", "text", "calls"), OUTPUTS)
-def test_an_output_is_divided_into_text_and_calls(name, output, text, calls):
+def test_an_output_is_divided_into_text_and_calls(
+    name: Any, output: Any, text: str, calls: Any
+) -> None:
     assert read(FreeCalls(FORMATS[name], SCHEMAS), [output]) == (text, calls)
     assert read(FreeCalls(FORMATS[name], SCHEMAS), output) == (text, calls)
 
@@ -160,7 +142,7 @@ PIECES = st.lists(
 
 @given(name=st.sampled_from(sorted(FORMATS)), pieces=PIECES)
 @example(name="hermes", pieces=["x", " " * 70, "<tool_call>", TIME, "</tool_call>", " " * 70])
-def test_the_division_of_a_text_changes_nothing(name, pieces):
+def test_the_division_of_a_text_changes_nothing(name: Any, pieces: Any) -> None:
     output = "".join(pieces)
     of = FORMATS[name]
     whole = read(FreeCalls(of, SCHEMAS), [output])
@@ -173,7 +155,7 @@ def test_the_division_of_a_text_changes_nothing(name, pieces):
     assert first == (text, calls[:1])
 
 
-def test_a_call_without_end_is_text_from_a_bound_on(monkeypatch):
+def test_a_call_without_end_is_text_from_a_bound_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsers, "CALL_CHARACTERS_MAX", 100)
     parser = FreeCalls(FORMATS["hermes"], SCHEMAS)
     assert parser.add("<tool_call>" + "x" * 90) == []
@@ -201,11 +183,11 @@ FORCED = [
 
 
 @pytest.mark.parametrize(("output", "text", "calls"), FORCED)
-def test_forced_calls_are_read_as_they_are_generated(output, text, calls):
+def test_forced_calls_are_read_as_they_are_generated(output: Any, text: str, calls: Any) -> None:
     assert read(ForcedCalls(), [output]) == read(ForcedCalls(), output) == (text, calls)
 
 
-def test_forced_arguments_are_not_held_back():
+def test_forced_arguments_are_not_held_back() -> None:
     parser = ForcedCalls()
     assert parser.add('[{"name": "time", "parameters": ') == []
     begun, first = parser.add('{"a"')
@@ -213,13 +195,13 @@ def test_forced_arguments_are_not_held_back():
     assert (begun.name, first.text, second.text) == ("time", '{"a"', ": 1")
 
 
-def test_an_output_may_be_the_arguments_of_one_tool():
+def test_an_output_may_be_the_arguments_of_one_tool() -> None:
     assert read(ForcedArguments("time"), ['{"a"', "", ": 1}"]) == ("", [("time", '{"a": 1}')])
     assert read(ForcedArguments("time"), []) == ("", [])
     assert read(PlainText(), ["a", "", "b"]) == ("ab", [])
 
 
-def test_the_format_is_the_one_that_a_template_shows():
+def test_the_format_is_the_one_that_a_template_shows() -> None:
     templates = {
         "hermes": '{{ \'<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' }}',
         "qwen3_coder": "<tool_call>\n<function={{ call.name }}>",
@@ -232,7 +214,7 @@ def test_the_format_is_the_one_that_a_template_shows():
     assert find_format("<|python_tag|>") == "llama3_json"
 
 
-def test_the_option_has_the_formats():
+def test_the_option_has_the_formats() -> None:
     [option] = [
         field
         for field in msgspec.structs.fields(GatewayOptions)
@@ -241,6 +223,6 @@ def test_the_option_has_the_formats():
     assert {*get_args(get_args(option.type)[0])} == {AUTO_PARSER, *FORMATS}
 
 
-def test_arguments_are_json():
+def test_arguments_are_json() -> None:
     for _, output, _, calls in OUTPUTS:
         assert all(isinstance(json.loads(text), dict) for _, text in calls), output

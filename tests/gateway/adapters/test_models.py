@@ -1,6 +1,8 @@
 """Names of models: the base model's, an adapter's, and both."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,9 @@ from loradock.gateway.http.errors import HttpError
         (("org/llama", "short"), "models/llama", ("org/llama", "short")),
     ],
 )
-def test_the_base_model_has_the_configured_names(configured, directory, names):
+def test_the_base_model_has_the_configured_names(
+    configured: Any, directory: Any, names: Any
+) -> None:
     assert ModelNames(configured, directory).base_names == names
 
 
@@ -28,20 +32,20 @@ def test_the_base_model_has_the_configured_names(configured, directory, names):
         *(("a", "a"), ("org/llama:a", "a"), ("short:a.b-c_1", "a.b-c_1")),
     ],
 )
-def test_a_request_names_an_adapter_or_the_base_model(model, adapter):
+def test_a_request_names_an_adapter_or_the_base_model(model: Any, adapter: Any) -> None:
     assert ModelNames(("org/llama", "short")).adapter_of(model) == adapter
 
 
 @pytest.mark.parametrize(
     "model", ["a/b", "..", "x:a", "short:", "short:a:b", "a\n", "ä", "a" * 129]
 )
-def test_other_names_are_not_found(model):
+def test_other_names_are_not_found(model: Any) -> None:
     with pytest.raises(HttpError) as caught:
         ModelNames(("short",)).adapter_of(model)
     assert caught.value.status == 404
 
 
-def test_the_engines_name_is_used_where_the_directory_is_unknown():
+def test_the_engines_name_is_used_where_the_directory_is_unknown() -> None:
     names = ModelNames(())
     names.set_own_name("tiny")
     assert names.base_names == ("tiny",)
@@ -57,13 +61,15 @@ def test_the_engines_name_is_used_where_the_directory_is_unknown():
         ("{", None),
     ],
 )
-def test_the_context_is_read_from_the_models_config(tmp_path, text, context):
+def test_the_context_is_read_from_the_models_config(
+    tmp_path: Path, text: str, context: Any
+) -> None:
     (tmp_path / "config.json").write_text(text)
     assert context_tokens(str(tmp_path)) == context
     assert context_tokens(str(tmp_path / "none")) is None
 
 
-def test_all_configured_names_of_the_base_model_are_listed(tmp_path):
+def test_all_configured_names_of_the_base_model_are_listed(tmp_path: Path) -> None:
     table = AdapterTable()
     for served, listed in ((("org/llama", "short"), ["org/llama", "short"]), ((), ["tiny"])):
         names = ModelNames(served, str(tmp_path / "tiny"))

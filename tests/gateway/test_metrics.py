@@ -1,8 +1,10 @@
-"""Metrics: readable by Prometheus' own parser, consistent, growing, and bounded."""
+"""Metrics: readable by Prometheus' parser, consistent, growing, bounded, and documented."""
 
 import math
 import re
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +16,9 @@ from loradock.gateway.recorder import Histogram, Recorder
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.views import AdapterCounters, AdapterUse, EngineStatistics
-from tests.support.gateway.served import data_of
+from tests.documented_metrics import ADDED, BEGIN, END, METRICS, text
+from tests.support.documents import between_marks
+from tests.support.gateway.served import Served, data_of
 from tests.support.simulation.message_examples import example_of
 
 VLLM = {
@@ -30,17 +34,17 @@ VLLM = {
 }
 
 
-def metrics(table, adapters_max=5):
+def metrics(table: AdapterTable, adapters_max: int = 5) -> Any:
     return Metrics(table, Recorder(), lambda: "base", adapters_max)
 
 
-def scrape(served):
+def scrape(served: Served) -> Any:
     response = served.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     return {family.name: family for family in text_string_to_metric_families(response.text)}
 
 
-def value(families, name, **labels):
+def value(families: Any, name: Any, **labels: Any) -> Any:
     family = families[re.sub("_(total|count|sum|bucket)$", "", name)]
     found = [
         s.value for s in family.samples if s.name == name and labels.items() <= s.labels.items()
@@ -48,7 +52,7 @@ def value(families, name, **labels):
     return sum(found)
 
 
-def counters(families):
+def counters(families: Any) -> Any:
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in families.values()
@@ -57,7 +61,7 @@ def counters(families):
     }
 
 
-def test_the_names_of_vllm_are_there(served):
+def test_the_names_of_vllm_are_there(served: Served) -> None:
     families = scrape(served)
     assert set(families) >= VLLM
     assert value(families, "vllm:max_gpu_lora_adapters") == 8
@@ -65,7 +69,7 @@ def test_the_names_of_vllm_are_there(served):
     assert set(info.labels) == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
 
 
-def test_the_states_are_those_of_the_controller(served):
+def test_the_states_are_those_of_the_controller(served: Served) -> None:
     families = scrape(served)
     assert value(families, "loradock_adapters", state="gpu-slot") == 1
     assert value(families, "loradock_adapters", state="evicted") == 1
@@ -73,7 +77,7 @@ def test_the_states_are_those_of_the_controller(served):
     assert value(families, "loradock_tier_bytes", tier="device") == 4096
 
 
-def test_counters_of_the_controller_and_of_its_engine_are_passed_on():
+def test_counters_of_the_controller_and_of_its_engine_are_passed_on() -> None:
     engine = EngineStatistics(
         kernels="cpu", steps=7, kv_bytes=25, kv_bytes_max=100, queued=3, queue_ns=2_500_000_000,
         queue_counts=(1, *[0] * 6, 2, *[0] * 9),
@@ -99,14 +103,14 @@ def test_counters_of_the_controller_and_of_its_engine_are_passed_on():
     assert value(families, "vllm:request_queue_time_seconds_bucket", le="1.0") == 3
 
 
-def test_requests_are_measured_and_counters_only_grow(served):
+def test_requests_are_measured_and_counters_only_grow(served: Served) -> None:
     before = scrape(served)
     for _ in range(3):
         served.post("/v1/completions", {"prompt": "p"})
     data_of(served.events("/v1/completions", {"prompt": ["p", "q"], "stream": True}))
     after = scrape(served)
 
-    def grown(name, **labels):
+    def grown(name: Any, **labels: Any) -> Any:
         return value(after, name, **labels) - value(before, name, **labels)
 
     assert grown("vllm:request_success_total", finished_reason="length") == 5
@@ -120,7 +124,7 @@ def test_requests_are_measured_and_counters_only_grow(served):
     assert [name for name in old if new[name] < old[name]] == []
 
 
-def test_a_failed_request_is_counted_as_such(served):
+def test_a_failed_request_is_counted_as_such(served: Served) -> None:
     before = scrape(served)
     served.controller.answers[rq.Generate] = lambda request: rq.Refused(
         request.request_id, "L015", "too many"
@@ -132,11 +136,11 @@ def test_a_failed_request_is_counted_as_such(served):
     assert value(after, name, **reason) == value(before, name, **reason) + 1
 
 
-def test_poolings_are_measured_as_generations_are(served):
+def test_poolings_are_measured_as_generations_are(served: Served) -> None:
     before = scrape(served)
     loads = []
 
-    def on_embed(request):
+    def on_embed(request: Any) -> Any:
         loads.append(served.get("/load").json()["server_load"])
         return rq.PoolingDone(request.request_id, None, "embed", 1, 5)
 
@@ -145,7 +149,7 @@ def test_poolings_are_measured_as_generations_are(served):
     del served.controller.answers[rq.Embed]
     after = scrape(served)
 
-    def grown(name, **labels):
+    def grown(name: Any, **labels: Any) -> Any:
         return value(after, name, **labels) - value(before, name, **labels)
 
     assert (loads, served.get("/load").json()["server_load"]) == ([1], 0)
@@ -154,7 +158,7 @@ def test_poolings_are_measured_as_generations_are(served):
     assert grown("vllm:e2e_request_latency_seconds_count") == 1
 
 
-def test_times_between_tokens_are_those_of_one_output(monkeypatch):
+def test_times_between_tokens_are_those_of_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     recorder = Recorder()
@@ -171,7 +175,7 @@ def test_times_between_tokens_are_those_of_one_output(monkeypatch):
     assert (recorder.output_tokens, recorder.active) == (5, 0)
 
 
-def test_a_histogram_counts_like_a_list():
+def test_a_histogram_counts_like_a_list() -> None:
     histogram = Histogram((0.1, 1.0))
     for number in (0.05, 0.1, 0.5, 1.0, 2.0):
         histogram.observe(number)
@@ -179,7 +183,7 @@ def test_a_histogram_counts_like_a_list():
     assert math.isclose(histogram.sum, 3.65)
 
 
-def a_status(adapters):
+def a_status(adapters: Any) -> Any:
     """Return a status with adapters that are in slots and have waiting requests."""
     uses = tuple(
         AdapterUse(f"a{number}", slot=number, queued=1) for number in reversed(range(adapters))
@@ -188,7 +192,7 @@ def a_status(adapters):
     return msgspec.structs.replace(example_of(rq.StatusShown), uses=uses, engine=engine)
 
 
-def test_the_number_of_labels_is_bounded():
+def test_the_number_of_labels_is_bounded() -> None:
     table, status = AdapterTable(), a_status(1000)
     table.seq = 0
     for number in range(1000):
@@ -213,10 +217,44 @@ def test_the_number_of_labels_is_bounded():
 
 
 @pytest.mark.parametrize(("names_max", "expected"), [(0, set()), (1, {"b"}), (5, {"a", "b"})])
-def test_the_names_with_the_largest_counts_are_kept(names_max, expected):
+def test_the_names_with_the_largest_counts_are_kept(names_max: int, expected: Any) -> None:
     assert top_names(Counter({"a": 1, "b": 2}), names_max) == expected
 
 
-def test_names_are_joined_in_order():
+def test_names_are_joined_in_order() -> None:
     assert joined(["b", "a"], 2) == "a,b"
     assert joined([], 2) == ""
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "from-vllm.md"
+
+
+def families(served: Served) -> Any:
+    served.post("/v1/completions", {"model": "upper", "prompt": "p"})
+    found = text_string_to_metric_families(served.get("/metrics").text)
+    return {family.name: family for family in found if family.name.startswith("vllm:")}
+
+
+def test_what_is_served_is_in_the_table_and_nothing_else(served: Served) -> None:
+    expected = {f"vllm:{one.name}" for one in METRICS if one.scope}
+    assert set(families(served)) == expected | {f"vllm:{name}" for name in ADDED}
+
+
+def test_types_and_labels_are_those_of_the_table(served: Served) -> None:
+    found = families(served)
+    for one in METRICS:
+        if one.scope:
+            family = found[f"vllm:{one.name}"]
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            assert (family.type, labels) == (one.kind, {*one.common, *one.labels}), one.name
+
+
+def test_what_is_not_served_has_a_reason_and_no_family_is_listed_twice() -> None:
+    assert all(one.note for one in METRICS if not one.scope)
+    assert len({one.name for one in METRICS}) == len(METRICS)
+
+
+def test_the_document_is_up_to_date() -> None:
+    document = DOCUMENT.read_text()
+    written = between_marks(document, BEGIN, END, text())
+    assert written == document, "run python -m tests.documented_metrics docs/from-vllm.md"
