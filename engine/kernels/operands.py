@@ -76,6 +76,10 @@ class LoRASlices:
             self._pairs[slot] = tuple(map(self._pair, self._entries(slot), self.out_features))
         return self._pairs[slot]
 
+    def ranks(self, slot: int) -> tuple[int, ...]:
+        """Return the rank of each slice; 0 for a slice that is absent from the slot."""
+        return tuple([0 if pair is None else pair.b.shape[-1] for pair in self.pairs(slot)])
+
     def _entries(self, slot: int) -> list[tuple[int, int]]:
         columns = list(self.columns)
         offsets = self.directory.host_offsets[slot, columns].tolist()

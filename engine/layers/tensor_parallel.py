@@ -8,7 +8,8 @@ of the input for this rank, `multiply_shard` multiplies, `combine_ranks` gathers
 ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
@@ -158,3 +159,21 @@ class VocabParallelEmbedding(nn.Embedding):
         is_local = (index >= 0) & (index < len(self.tokens))
         rows = embedding(index.where(is_local, 0), self.weight)
         return self.group.all_reduce(rows.masked_fill(~is_local[..., None], 0))
+
+
+class PPMissingLayer(nn.Module):
+    """A layer of another pipeline stage: it returns its first argument, and is never wrapped.
+
+    Adapters' tensors for it and the modules below it are skipped: that stage's rank reads them.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument."""
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+def missing_layers(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of a model's missing layers."""
+    for path, module in model.named_modules():
+        if isinstance(module, PPMissingLayer):
+            yield path

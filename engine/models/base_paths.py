@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor, nn
 
 from loradock.engine.adapters.base_copies import HeldWeight
+from loradock.engine.kernels.packed_linear import PackedWeight
 from loradock.engine.layers import BaseLayerWithLoRA
 from loradock.engine.layers.packed import PackedSlice
 from loradock.engine.layers.tensor_parallel import ParallelLinear, VocabParallelEmbedding
@@ -81,7 +82,7 @@ def held_weight(module: nn.Module, field: str) -> HeldWeight | None:
     """
     layer: Any = module.base_layer if isinstance(module, BaseLayerWithLoRA) else module
     values = getattr(layer, field, None)
-    if not isinstance(values, Tensor) or type(values.data) is not Tensor:
+    if not isinstance(values, Tensor) or type(values.data) not in (Tensor, PackedWeight):
         return None
     if not values.is_floating_point():
         return None

@@ -24,8 +24,8 @@ from loradock.engine.layers import (
     VocabParallelEmbeddingWithLoRA,
     wrappers_for,
 )
-from loradock.engine.layers.missing import missing_layers
 from loradock.engine.layers.saved import ReplaceableNorm
+from loradock.engine.layers.tensor_parallel import missing_layers
 from loradock.engine.layout import ModuleShape
 from loradock.engine.models.base_paths import BasePaths, held_weight
 from loradock.engine.models.library.registry import AutoTokenizer, PreTrainedModel
