@@ -17,6 +17,9 @@ PACKED_ROWS_MIN: Final = 4
 oneDNN's code for one and for two rows reads a packed weight more slowly than that for four.
 """
 
+EXACT_ROWS_MAX: Final = 16
+"""The most rows that are not rounded."""
+
 _WRITTEN: Final = "a weight that was packed at load is written; change weights before that"
 
 
@@ -110,7 +113,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias: [out]; all of one dtype.
     """
     rows = x.numel() // x.shape[-1]
-    size = rounded_rows(rows)
+    size = rows if rows <= EXACT_ROWS_MAX else rounded_rows(rows)
     if isinstance(weight, PackedWeight):
         weight, size = weight.packed, max(size, PACKED_ROWS_MIN)
     # The operation reads a bias as if it were contiguous.
@@ -127,7 +130,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rounded_rows(rows: int) -> int:
-    """Return the number of rows, from 16 on rounded up to four binary digits.
+    """Return the number of rows, above `EXACT_ROWS_MAX` rounded up to four binary digits.
 
     oneDNN makes code for each shape that it meets, in about a millisecond, and keeps half a MiB for
     each of the last thousand. Steps with prompts have any number of rows.
