@@ -129,27 +129,25 @@ ROOMS: Final = (
         "torch",
     ),
     _package("engine.models.caches", "engine engine.models.library", "torch"),
-    _package("engine.models.weights", "engine engine.models.library", "msgspec safetensors torch"),
-    _package("engine.models.positions", "engine engine.models.library", "torch"),
-    _package("engine.models.trials", "engine engine.models.caches engine.models.vision", "torch"),
+    _package("engine.models.probes", "engine engine.models.caches engine.models.vision", "torch"),
     _package(
         "engine.models",
         "messages.prompts messages.requests messages.views engine engine.adapters engine.kernels "
         "engine.kernels.__init__ engine.residency engine.punica engine.layers "
-        "engine.models.caches engine.models.library engine.models.positions "
-        "engine.models.trials engine.models.vision engine.models.weights",
-        "msgspec torch",
+        "engine.models.caches engine.models.library "
+        "engine.models.probes engine.models.vision",
+        "msgspec safetensors torch",
     ),
     _package(
         "engine.paging",
-        "engine engine.punica engine.models engine.models.library engine.models.trials "
-        "engine.models.vision",
+        "engine engine.punica engine.models engine.models.caches engine.models.library "
+        "engine.models.probes engine.models.vision",
         "structlog torch",
     ),
     _package("engine.inference.queues", "", ""),
     _package(
         "engine.inference.decoding",
-        "engine engine.punica engine.models engine.models.trials",
+        "engine engine.punica engine.models engine.models.caches engine.models.probes",
         "structlog torch",
     ),
     _package(
@@ -160,7 +158,7 @@ ROOMS: Final = (
     _package(
         "engine.inference",
         "messages engine engine.residency.arena engine.punica engine.models engine.models.caches "
-        "engine.models.trials engine.models.vision engine.paging engine.sampling "
+        "engine.models.probes engine.models.vision engine.paging engine.sampling "
         "engine.inference.decoding engine.inference.queues",
         "msgspec structlog torch",
     ),

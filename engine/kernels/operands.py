@@ -148,7 +148,7 @@ class Groups:
     slot, -1 for the base model. active: [1] int64 on the device, the number of groups. tiles: one
     table for each size of `TILE_ROWS`. bounds: the size of launch grids. The device's tables have
     the capacity of the bounds, so a kernel may read up to `bounds.tokens` entries from the start of
-    `rows` even where the view is shorter.
+    `rows` even if the view is shorter.
     """
 
     rows: Tensor

@@ -46,7 +46,7 @@ from loradock.engine.layers.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from loradock.engine.models.library.registry import Conv1D
+from loradock.engine.models.library.names import Conv1D
 from loradock.engine.punica.mapping import LoRAMapping, LoRAMappingType
 
 __all__ = [
@@ -94,7 +94,7 @@ __all__ = [
 
 
 class Role(Enum):
-    """The function of a layer in its model, where the type does not determine it."""
+    """The function of a layer in its model, if the type does not determine it."""
 
     BODY = "body"
     HEAD = "language-model head"

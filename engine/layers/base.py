@@ -46,7 +46,7 @@ class SliceShape(NamedTuple):
     """Shape and layout of one slice of a layer.
 
     The whole A is [rank, in_features] and the whole B [out_features, rank]. `name`: the slice's
-    last name component, where the model names slices separately; empty for a layer of one slice.
+    last name component, if the model names slices separately; empty for a layer of one slice.
     The other fields are as in `ModuleShape`.
     """
 
@@ -99,7 +99,7 @@ class BaseLayerWithLoRA(nn.Module):
         self._tokens: tuple[TokenRows, ...] = ()
         self._plans: dict[tuple[object, ...], LayerPlan] = {}
         self._planned_for: tuple[object, int] = (None, -1)
-        # Of the inputs, as a trial observed it.
+        # Of the inputs, as a probe observed it.
         self.row_order = RowOrder.MAPPING
 
     def __getattr__(self, name: str) -> Any:
@@ -218,12 +218,12 @@ class BaseLayerWithLoRA(nn.Module):
 
     @property
     def token_shapes(self) -> tuple[SliceShape, ...]:
-        """The layer, if an adapter may replace rows of single tokens: embeddings and heads."""
+        """The layer, if an adapter can replace rows of single tokens: embeddings and heads."""
         return ()
 
     @property
     def affine_shapes(self) -> tuple[SliceShape, ...]:
-        """The modules of the layer whose outputs an adapter may scale and shift (DoRA, biases)."""
+        """The modules of the layer whose outputs an adapter can scale and shift (DoRA, biases)."""
         return ()
 
     def base_weights(self, index: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: ARG002
@@ -232,7 +232,7 @@ class BaseLayerWithLoRA(nn.Module):
 
     @property
     def saved_shapes(self) -> tuple[SliceShape, ...]:
-        """The modules of the layer that an adapter may replace whole (`modules_to_save`)."""
+        """The modules of the layer that an adapter can replace whole (`modules_to_save`)."""
         return ()
 
     @overload
@@ -260,7 +260,7 @@ class BaseLayerWithLoRA(nn.Module):
         return self._sliced(lora_b, lambda b, shape: shape.shard.select_b(b))
 
     def _shard_of_a(self, a: Tensor, shape: SliceShape) -> Tensor:
-        """Return this rank's part of one A, in the arena's layout; overridden where it differs."""
+        """Return this rank's part of one A, in the arena's layout; overridden if it differs."""
         return shape.shard.select_a(a)
 
     def _sliced(
@@ -278,7 +278,7 @@ class BaseLayerWithLoRA(nn.Module):
     def create_lora_weights(self, arena: Arena, columns: Sequence[int]) -> None:
         """Bind the layer to the first directory column of each slice; allocates nothing.
 
-        Columns of modules that adapters may replace whole follow, or are left out. Raises
+        Columns of modules that adapters can replace whole follow, or are left out. Raises
         ValueError for another number.
         """
         slices, saved = len(self.slice_shapes), len(self.saved_shapes)
@@ -308,7 +308,7 @@ class BaseLayerWithLoRA(nn.Module):
     ) -> None:
         """Write one adapter's weights for this layer to slot `index`; B includes the scaling.
 
-        A packed layer expects one A and one B per slice, None for both where the adapter lacks the
+        A packed layer expects one A and one B per slice, None for both if the adapter lacks the
         slice. Each slice is stored in a separate extent; for a whole adapter `Arena.begin_write` is
         better, which copies once. Raises ValueError for another number of slices, an A without B,
         a rank above the maximum, wrong shapes, or values that are not finite, before anything
@@ -347,7 +347,7 @@ class BaseLayerWithLoRA(nn.Module):
         """
 
     def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `base(x)`, [..., out], with the batch's deltas; both may be computed concurrently.
+        """Return `base(x)`, [..., out], with the batch's deltas; both can be computed concurrently.
 
         Deltas are added to what an adapter has in place of the base output.
         """

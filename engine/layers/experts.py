@@ -4,10 +4,10 @@ A batch for which `group_experts` returns no groups runs the module's own forwar
 experts and attention layers are separate layers.
 
 With fully sharded adapters, for experts that are split over the ranks by columns: before the
-activation A's rows are striped and B's rows are this rank's columns, and shrunk activations are
-gathered. After it A's columns are those columns and B's rows are split; shrunk activations are
-summed, and each rank writes its own columns of the outputs, before the sum over ranks that the
-layer computes anyway.
+activation A is sharded by rank dimension and B's rows are this rank's columns, and shrunk
+activations are gathered. After it A's columns are those columns and B's rows are split; shrunk
+activations are summed, and each rank writes its own columns of the outputs, before the sum over
+ranks that the layer computes anyway.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,11 @@ from loradock.engine.layers.expert_layout import (
     ParallelExperts,
     layout_of,
 )
-from loradock.engine.layers.parallel import gather_striped, striped_shrink_expand, with_striped_a
+from loradock.engine.layers.parallel import (
+    gather_ranks,
+    sharded_shrink_expand,
+    with_sharded_rank,
+)
 from loradock.engine.layout import WHOLE, ModuleKind, ModuleShape, ParameterRows, Shard
 from loradock.engine.parallel import SINGLE, ParallelGroup
 from loradock.engine.punica.wrapper import PunicaWrapper, ShrinkExpand
@@ -356,10 +360,13 @@ class ShardedExperts(ExpertsWithLoRA):
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
-        """The base class's slices, with a striped A, and for the last one split rows of B."""
+        """The base class's slices, A sharded by rank dimension; the last has split rows of B."""
         *up_slices, down = super().slice_shapes
         shard = replace(down.shard, b_rows=(self._outputs,))
-        return (*(with_striped_a(up, self.group) for up in up_slices), down._replace(shard=shard))
+        return (
+            *(with_sharded_rank(up, self.group) for up in up_slices),
+            down._replace(shard=shard),
+        )
 
     def down_views(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return this rank's columns."""
@@ -372,7 +379,7 @@ class ShardedExperts(ExpertsWithLoRA):
     def _deltas_of(self, up: LoRASlices, down: LoRASlices) -> ExpertsDeltas:
         group = self.group
         return ExpertsDeltas(
-            ExchangedExpertsDelta(striped_shrink_expand(up, group), partial(gather_striped, group)),
+            ExchangedExpertsDelta(sharded_shrink_expand(up, group), partial(gather_ranks, group)),
             ExchangedExpertsDelta(ShrinkExpand(down, down), group.all_reduce),
         )
 

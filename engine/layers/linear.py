@@ -23,7 +23,7 @@ from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
 from loradock.engine.layers.saved import SavedWeights, Step, TokenLogitsStep
 from loradock.engine.layers.tensor_parallel import ParallelHead
 from loradock.engine.layout import ModuleKind
-from loradock.engine.models.library.registry import Conv1D
+from loradock.engine.models.library.names import Conv1D
 from loradock.engine.residency.arena import Arena
 
 

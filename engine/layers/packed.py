@@ -41,8 +41,8 @@ class PackedLinear(nn.Linear):
     """Linear layers whose weights and outputs are concatenated: one GEMM computes all parts.
 
     `widths`: the columns of each part. `child_names`: the names of the parts in the model; empty
-    where the model names them as one layer, as with a checkpoint that stores them fused. `shares`:
-    where the outputs are split over `group`, the share of each part.
+    if the model names them as one layer, as with a checkpoint that stores them fused. `shares`:
+    if the outputs are split over `group`, the share of each part.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class PackedSlice(nn.Module):
         version = 0 if x.is_inference() else x._version
         if x is not call.input or self._index not in call.parts or version != call.version:
             parts = torch.split_with_sizes(call.layer(x), call.base_layer.widths, dim=-1)
-            # The call may have written to its input.
+            # The call can have written to its input.
             call.version = 0 if x.is_inference() else x._version
             call.input, call.parts = x, dict(enumerate(parts))
         part = call.parts.pop(self._index)

@@ -41,14 +41,17 @@ from loradock.engine.residency.arena import Arena
 GATE_AND_UP = 2
 
 
-def with_striped_a(shape: SliceShape, group: ParallelGroup) -> SliceShape:
+def with_sharded_rank(shape: SliceShape, group: ParallelGroup) -> SliceShape:
     """Return the slice with A's rows distributed round-robin over the ranks."""
     shard = replace(shape.shard, rank_parts=group.world_size, rank_part=group.rank)
     return shape._replace(shard=shard)
 
 
-def striped_shrink_expand(slices: LoRASlices, group: ParallelGroup) -> ShrinkExpand:
-    """Return A and B of slices with a striped A, whose columns of the directory are A's."""
+def sharded_shrink_expand(slices: LoRASlices, group: ParallelGroup) -> ShrinkExpand:
+    """Return A and B of slices whose A is sharded by rank dimension.
+
+    The directory columns of `slices` are A's.
+    """
     parts = group.world_size
     if parts == 1:
         return ShrinkExpand(slices, slices)
@@ -61,7 +64,7 @@ def striped_shrink_expand(slices: LoRASlices, group: ParallelGroup) -> ShrinkExp
     return ShrinkExpand(shrink, expand, parts)
 
 
-def gather_striped(group: ParallelGroup, shrunk: Tensor) -> Tensor:
+def gather_ranks(group: ParallelGroup, shrunk: Tensor) -> Tensor:
     """Gather all ranks' columns: rank 0's first, rank 1's first, ..., rank 0's second, as A's rows.
 
     shrunk: [slices, rows, n] to [slices, rows, world_size * n].
@@ -120,19 +123,22 @@ class _ExchangedStep(NamedTuple):
 
 
 class ColumnShardedLoRA(ShardedLoRA):
-    """A's rows striped, B's rows as the outputs: shrunk activations are gathered over the rank."""
+    """A sharded by rank dimension, B's rows as the outputs.
+
+    Shrunk activations are gathered over the rank.
+    """
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
-        """The base class's slices with a striped A."""
-        return tuple(with_striped_a(shape, self.group) for shape in super().slice_shapes)
+        """The base class's slices with an A sharded by rank dimension."""
+        return tuple(with_sharded_rank(shape, self.group) for shape in super().slice_shapes)
 
     def exchange(self, shrunk: Tensor) -> Tensor:
         """Gather in the order of A's rows."""
-        return gather_striped(self.group, shrunk)
+        return gather_ranks(self.group, shrunk)
 
     def _shrink_expand_of(self, slices: LoRASlices) -> ShrinkExpand:
-        return striped_shrink_expand(slices, self.group)
+        return sharded_shrink_expand(slices, self.group)
 
 
 class RowShardedLoRA(ShardedLoRA):

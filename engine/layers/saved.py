@@ -107,7 +107,7 @@ class SavedWeights:
 
 
 class TokenVectors(NamedTuple):
-    """The rows of one adapter that has rows of its own for some tokens.
+    """The rows of one adapter that has separate rows for some tokens.
 
     `token_ids`: [tokens] int64, ascending. `vectors`: [tokens, hidden], of the arena's dtype.
     """

@@ -1,6 +1,6 @@
 """Base layers of which every rank of a tensor-parallel group holds a shard.
 
-Seen from the model they compute the whole layer's output, or this rank's columns of it where the
+Seen from the model they compute the whole layer's output, or this rank's columns of it if the
 model's plan specifies that the next layer expects them.
 
 A forward has three steps, because adapters add between the last two: `shard_input` selects the part
@@ -81,7 +81,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.gathers = gathers
 
     def combine_ranks(self, y: Tensor) -> Tensor:
-        """Return this rank's columns, or all ranks' where the layer gathers."""
+        """Return this rank's columns, or all ranks' if the layer gathers."""
         return self.group.gather_columns(y) if self.gathers else y
 
 

@@ -39,7 +39,7 @@ class ShrinkExpand(NamedTuple):
 
 
 class LaunchKey(NamedTuple):
-    """Everything that the launches over a mapping depend on; None where nothing is launched.
+    """Everything that the launches over a mapping depend on; None if nothing is launched.
 
     `buffers`: identifies the tables on the device that the launches read. `is_fixed`: False if an
     adapter of the batch has saved layers, which are computed from its rows' own indices.
@@ -68,7 +68,7 @@ class PunicaWrapper:
 
     `token_slots` [tokens] and `prompt_slots` [sampled rows] are int64 on the host, -1 for the base
     model; `groups` and `prompt_groups` are the groups of the two for kernels. `rank_max`: the
-    highest rank that a slot may hold, and so the columns of a buffer for `add_shrink`. Before the
+    highest rank that a slot can hold, and so the columns of a buffer for `add_shrink`. Before the
     first mapping every row uses the base model. `specialize_active`: the size of launch grids
     follows the number of active adapters, rounded up to a power of two, instead of the number of
     slots. `concurrent`: computes a linear layer's delta concurrently with its base output; without
@@ -296,7 +296,7 @@ class PunicaWrapper:
 
         An input has a row per sampled row, a row per token, or any number of rows for each sampled
         row, which are then its leading dimension, as projections of cached states have. An input
-        of another shape is the base model's where no adapter of the batch is in `slices`. Raises
+        of another shape is the base model's if no adapter of the batch is in `slices`. Raises
         ValueError otherwise: the mapping is for another number of rows. `row_order`: of an input
         without `slices`.
         """
@@ -340,7 +340,7 @@ class PunicaWrapper:
             return None
         raise ValueError(
             "the layer sees rows in an order of the model's own, so a batch can have one adapter "
-            "with weights for it, and no other rows; run its rows in a batch of their own"
+            "with weights for it, and no other rows; run its rows in a separate batch"
         )
 
     def _derived_groups(self, shape: Sequence[int], slices: LoRASlices | None) -> Groups | None:
