@@ -5,6 +5,7 @@ which an adapter's rows are contiguous. Below that it is a decode step, in which
 with every row.
 """
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -13,13 +14,10 @@ from torch import Tensor
 
 from benchmarks.rounds import Work
 from loradock.engine.kernels import choose_kernels
-from loradock.engine.kernels.cpu.blocks import blocks_of_short_groups
-from loradock.engine.kernels.cpu.calibration import calibration
-from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS, StrategyChoice
-from loradock.engine.kernels.cpu.dense import Dense
-from loradock.engine.kernels.cpu.gathered import Gathered
-from loradock.engine.kernels.cpu.grouped import Grouped
-from loradock.engine.kernels.cpu.layer_block import computation_dtypes, layer_block
+from loradock.engine.kernels.cpu.batched import Batched
+from loradock.engine.kernels.cpu.blocks import blocks_of, equal_parts
+from loradock.engine.kernels.cpu.dtypes import native_dtype
+from loradock.engine.kernels.cpu.looped import Looped
 from loradock.engine.kernels.cpu.scratch import Scratch
 from loradock.engine.kernels.directory import SlotDirectory
 from loradock.engine.kernels.operands import Groups, LoRASlices
@@ -33,7 +31,7 @@ ADAPTERS: Final = (1, 8, 32)
 DTYPES: Final = (torch.float32, torch.bfloat16)
 PREFILL_TOKENS: Final = 128
 
-STRATEGIES: Final = ("grouped", "grouped float32", "dense", "gathered")
+STRATEGIES: Final = ("looped", "looped float32", "batched")
 """The strategies by their names in tables; the second is for bfloat16 only."""
 
 
@@ -97,21 +95,33 @@ class Bench:
     def chosen(self, batch_invariant: bool = False) -> Work:
         """Return the work that adds the delta as the engine does."""
         y, x, layer, groups = self.y, self._x, self._layer, self._groups
-        costs = DEFAULT_COSTS if batch_invariant else calibration().costs
-        linear = choose_kernels("cpu", "cpu", batch_invariant, costs).linear
-        return lambda: linear(y, x, layer, groups, 1.0)
+        plan = choose_kernels("cpu", "cpu", batch_invariant).plan_linear
+        assert plan is not None
+        planned = plan(y, x, layer, groups)
+        return lambda: planned.run(y, x)
 
     def strategies(self) -> dict[str, Work]:
-        """Return every strategy in every dtype for which it can be chosen, over the whole batch."""
-        dtypes = computation_dtypes(self._x.dtype, self._layer.directory.data.dtype)
-        choices = {
-            "grouped": (Grouped, dtypes[0]),
-            "dense": (Dense, dtypes[0]),
-            "gathered": (Gathered, dtypes[0]),
+        """Return both strategies over the whole batch, the first in every dtype that it can use."""
+        y, x, layer = self.y, self._x, self._layer
+        native, scratch = native_dtype(x.dtype, layer.directory.data.dtype), Scratch()
+        blocks = blocks_of(self._groups, self._groups.spans)
+
+        def run(strategies: Sequence[Looped | Batched]) -> Work:
+            def work() -> None:
+                for strategy in strategies:
+                    strategy.run(y, x, 1.0)
+
+            return work
+
+        dtypes = {"looped": native, "looped float32": torch.float32}
+        if native == torch.float32:
+            del dtypes["looped float32"]
+        works = {
+            name: run([Looped(block, layer, x.dtype, dtype, scratch) for block in blocks])
+            for name, dtype in dtypes.items()
         }
-        if len(dtypes) > 1:
-            choices["grouped float32"] = (Grouped, dtypes[1])
-        return {name: self._strategy_work(choice) for name, choice in choices.items()}
+        equal = [equal_parts(block) for block in blocks]
+        return works | {"batched": run([Batched(one, layer, native, scratch) for one in equal])}
 
     def copies(self) -> None:
         """Add the delta with a copy of A and B per token, and batched products: the yardstick.
@@ -161,21 +171,6 @@ class Bench:
                 out.addmm_(torch.mm(rows, a_t, out=mid), b_t)
 
         return {"bare batched": batched, "bare looped": looped}
-
-    def _strategy_work(self, choice: StrategyChoice) -> Work:
-        strategy, dtype = choice
-        y, x, groups = self.y, self._x, self._groups
-        layers = (
-            layer_block(self._layer, block, x.dtype)
-            for block in blocks_of_short_groups(groups, groups.spans)
-        )
-        prepared = [strategy(layer, dtype, Scratch()) for layer in layers if layer is not None]
-
-        def work() -> None:
-            for one_block in prepared:
-                one_block.run(y, x, 1.0)
-
-        return work
 
 
 def _slots(cell: Cell) -> Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import torch
-from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
@@ -96,7 +95,7 @@ class CellComparison(NamedTuple):
 
 def run() -> Iterator[Figure]:
     """Measure every figure of the group."""
-    comparisons = _measure_cells(_compare)
+    comparisons = _measure_cells()
     console = Console(width=190)
     console.print(_table(comparisons))
     console.print(NOTE.format(times=round(REPEATED_SECONDS / SECONDS)))
@@ -106,18 +105,13 @@ def run() -> Iterator[Figure]:
     yield _batch_invariant(comparisons)
 
 
-def chosen_of_best(name: str) -> Figure:
-    """Return a figure of the worst cell, the chosen strategy against the best; nothing else."""
-    return structs.replace(_best_of(_measure_cells(_compare_strategies)), name=name)
-
-
-def _measure_cells(compare: Callable[..., CellComparison]) -> list[CellComparison]:
+def _measure_cells() -> list[CellComparison]:
     """Return the comparisons of all cells, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
-            return [measure_cell(cell, compare) for cell in cells()]
+            return [measure_cell(cell, _compare) for cell in cells()]
     finally:
         torch.set_num_threads(threads)
 
@@ -142,13 +136,6 @@ def _compare(cell: Cell, seconds: float, *, is_repeated: bool) -> CellComparison
         works = {"copies": bench.copies, "kept": bench.copies_kept(), "chosen": chosen}
         copies = interleave({**works, **bench.bare()}, seconds)
     return CellComparison(cell, strategies, gemm, copies, is_repeated)
-
-
-def _compare_strategies(cell: Cell, seconds: float, *, is_repeated: bool) -> CellComparison:
-    bench = Bench(cell)
-    works = {"chosen": bench.chosen(), **bench.strategies()}
-    strategies = interleave(works, seconds / 2)
-    return CellComparison(cell, strategies, None, None, is_repeated)
 
 
 def _delta_vs_gemm(comparisons: list[CellComparison]) -> Figure:
@@ -198,7 +185,7 @@ def _table(comparisons: list[CellComparison]) -> Table:
     table = Table(title="one linear layer's delta")
     for name in ("dtype", "hidden", "rank", "tokens", "adapters", "own GEMM", "chosen"):
         table.add_column(name, justify="right")
-    for name in ("grouped", "float32", "dense", "gathered", "copies", "invariant"):
+    for name in ("looped", "float32", "batched", "copies", "invariant"):
         table.add_column(name, justify="right")
     for name in ("best of", "wall", "of copies", "kept", "bare"):
         table.add_column(name, justify="right")

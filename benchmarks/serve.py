@@ -12,7 +12,6 @@ from typing import Final, TypeVar
 
 from rich.console import Console
 
-from benchmarks import kernels
 from benchmarks.figures import Figure
 from benchmarks.serve_engine import MeasuredLoad, ServedEngine, served_engine
 from benchmarks.serve_load import (
@@ -70,7 +69,6 @@ def run(shape: Shape = SHAPE) -> Iterator[Figure]:
         rank_max = min(rank for rank in LORA_RANKS if rank >= shape.large_rank)
         with served_engine(root, shape, rank_max, ADAPTERS + 1) as engine:
             yield gap_loading(engine, prompts)
-    yield calibrated()
 
 
 def rates(engine: ServedEngine, rivals: Rivals, prompts: Prompts) -> Iterator[Figure]:
@@ -208,11 +206,6 @@ def cliffs(shape: Shape, quanta_ms: Sequence[int]) -> Iterator[Figure]:
         for quantum_ms in quanta_ms:
             with served_engine(root, shape, RANK, quantum_ms=quantum_ms) as engine:
                 yield cliff(engine, prompts)
-
-
-def calibrated() -> Figure:
-    """Return the worst cell of the kernel grid, the chosen strategy against the best."""
-    return kernels.chosen_of_best("serve.calibrated")
 
 
 def _alternate(works: Mapping[str, Callable[[], Result]]) -> dict[str, list[Result]]:

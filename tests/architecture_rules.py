@@ -98,14 +98,10 @@ ROOMS: Final = (
     ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
     _package("engine.kernels.reference", "engine.kernels", "torch"),
-    _package("engine.kernels.cpu", "engine.kernels engine.kernels.reference", "torch"),
-    _package("engine.kernels.gpu", "engine.kernels engine.layout", "torch triton"),
-    Room(
-        "engine.kernels.calibrate",
-        ("engine.kernels.calibrate",),
-        ("engine.kernels.cpu",),
-        ("torch",),
+    _package(
+        "engine.kernels.cpu", "engine.kernels engine.kernels.reference engine.layout", "torch"
     ),
+    _package("engine.kernels.gpu", "engine.kernels engine.layout", "torch triton"),
     # The package's own file chooses among its implementations, which import its modules.
     Room(
         "engine.kernels.__init__",

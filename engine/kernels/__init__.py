@@ -7,33 +7,10 @@ from collections.abc import Callable
 from typing import Final
 
 from loradock.engine.kernels.cpu import cpu_kernels
-from loradock.engine.kernels.cpu.base_linear import fastest_linear, fastest_ways
-from loradock.engine.kernels.cpu.calibration import (
-    CALIBRATED_BYTES_MIN,
-    Calibration,
-    calibration,
-    decode_calibration,
-    encode_calibration,
-    faster_dtype,
-)
-from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
 from loradock.engine.kernels.interface import Kernels
 from loradock.engine.kernels.reference import reference_kernels
 
-__all__ = [
-    "CALIBRATED_BYTES_MIN",
-    "DEFAULTS",
-    "IMPLEMENTATIONS",
-    "Calibration",
-    "Kernels",
-    "calibration",
-    "choose_kernels",
-    "decode_calibration",
-    "encode_calibration",
-    "faster_dtype",
-    "fastest_linear",
-    "fastest_ways",
-]
+__all__ = ["DEFAULTS", "IMPLEMENTATIONS", "Kernels", "choose_kernels"]
 
 
 def triton_kernels(batch_invariant: bool) -> Kernels:
@@ -54,18 +31,12 @@ DEFAULTS: Final[dict[str, str]] = {"cpu": "cpu", "cuda": "triton"}
 """Device type -> default implementation."""
 
 
-def choose_kernels(
-    device_type: str,
-    name: str = "auto",
-    batch_invariant: bool = False,
-    costs: CostTable = DEFAULT_COSTS,
-) -> Kernels:
+def choose_kernels(device_type: str, name: str = "auto", batch_invariant: bool = False) -> Kernels:
     """Create kernels of the implementation `name`; "auto" selects the device's default.
 
     With `batch_invariant` the bits of a row's result do not depend on the other rows of its batch.
-    `costs`: by which CPU kernels choose among their strategies. The returned kernels own their
-    scratch memory, so each thread that runs forward passes needs its own. Raises ValueError for an
-    unknown implementation or device type.
+    The returned kernels own their scratch memory, so each thread that runs forward passes needs its
+    own. Raises ValueError for an unknown implementation or device type.
     """
     chosen = DEFAULTS.get(device_type) if name == "auto" else name
     if chosen not in IMPLEMENTATIONS:
@@ -73,6 +44,4 @@ def choose_kernels(
             f"no kernels {name!r} for device type {device_type!r}; implementations are "
             f"{', '.join(IMPLEMENTATIONS)}, and {', '.join(DEFAULTS)} have a default"
         )
-    if chosen == "cpu":
-        return cpu_kernels(batch_invariant, costs)
     return IMPLEMENTATIONS[chosen](batch_invariant)

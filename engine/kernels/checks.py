@@ -44,7 +44,7 @@ def check_expand(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, offse
     _check("expand", "y", y, (groups.tokens, columns), slices, may_be_wider=True)
     _check_dtype("expand", "x", x, accumulator_dtype(y.dtype))
     if offset < 0:
-        raise ValueError(f"expand: offset is {offset}; at least 0 is needed")
+        raise ValueError(f"expand: offset must be at least 0, got {offset}")
 
 
 def check_embedding(y: Tensor, token_ids: Tensor, slices: LoRASlices, groups: Groups) -> None:

@@ -1,4 +1,4 @@
-"""The slot directory: where in the arena each slot's module-slices are stored.
+"""The slot directory: the place of each slot's module-slices in the arena.
 
 The host's and the device's tables are written together, so both always have the same entries.
 """

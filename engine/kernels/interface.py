@@ -4,7 +4,7 @@ The reference implementation specifies each operation; every other implementatio
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -26,14 +26,25 @@ ExpertsShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, ExpertGroups], None]
 """(y, x, slices, groups)."""
 
 
-BaseLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
-"""(x, weight, bias): a base layer's own output; None where the layer is to compute it itself."""
+class LinearPlan(Protocol):
+    """A layer's delta for one batch, with operands checked and the strategy chosen.
+
+    Valid for one `Groups` object, one version of the directory, and operands of the shapes, strides
+    and dtypes that it was made for.
+    """
+
+    def run(self, y: Tensor, x: Tensor, scale: float = 1.0) -> None:
+        """Compute as `linear_reference` does."""
+
+
+PlanLinear = Callable[[Tensor, Tensor, LoRASlices, Groups], LinearPlan]
+"""(y, x, slices, groups); raises ValueError as the operation does."""
 
 
 class Kernels(NamedTuple):
     """One implementation of every operation; scratch memory is shared within the tuple only.
 
-    `base_linear`: the product of plain base layers; None where they always compute it themselves.
+    `plan_linear`: makes a plan of `linear`; None if the implementation prepares nothing.
     """
 
     shrink: ShrinkKernel
@@ -43,4 +54,4 @@ class Kernels(NamedTuple):
     experts: ExpertsKernel
     experts_shrink: ExpertsShrinkKernel
     experts_expand: ExpertsKernel
-    base_linear: BaseLinear | None = None
+    plan_linear: PlanLinear | None = None

@@ -76,6 +76,10 @@ class LoRASlices:
             self._pairs[slot] = tuple(map(self._pair, self._entries(slot), self.out_features))
         return self._pairs[slot]
 
+    def ranks(self, slot: int) -> tuple[int, ...]:
+        """Return the rank of each slice; 0 for a slice that is absent from the slot."""
+        return tuple([0 if pair is None else pair.b.shape[-1] for pair in self.pairs(slot)])
+
     def _entries(self, slot: int) -> list[tuple[int, int]]:
         columns = list(self.columns)
         offsets = self.directory.host_offsets[slot, columns].tolist()
@@ -144,7 +148,7 @@ class Groups:
     slot, -1 for the base model. active: [1] int64 on the device, the number of groups. tiles: one
     table for each size of `TILE_ROWS`. bounds: the size of launch grids. The device's tables have
     the capacity of the bounds, so a kernel may read up to `bounds.tokens` entries from the start of
-    `rows` even where the view is shorter.
+    `rows` even if the view is shorter.
     """
 
     rows: Tensor

@@ -11,38 +11,38 @@ from typing import Final, NamedTuple
 from torch import nn
 
 from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
-from loradock.engine.layers.classifier import ClassificationHeadWithLoRA
-from loradock.engine.layers.column import (
-    ColumnParallelLinearWithLoRA,
-    ColumnParallelLinearWithShardedLoRA,
-)
 from loradock.engine.layers.convolution import CONVOLUTIONS, ConvolutionWithLoRA
 from loradock.engine.layers.embedding import VocabParallelEmbeddingWithLoRA
-from loradock.engine.layers.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
-from loradock.engine.layers.fully_sharded_experts import (
+from loradock.engine.layers.experts import (
+    FusedMoE3DWithLoRA,
     FusedMoE3DWithShardedLoRA,
+    FusedMoEWithLoRA,
     FusedMoEWithShardedLoRA,
 )
-from loradock.engine.layers.logits import LogitsProcessorWithLoRA
-from loradock.engine.layers.merged import (
+from loradock.engine.layers.linear import (
+    ClassificationHeadWithLoRA,
+    LogitsProcessorWithLoRA,
+    ReplicatedLinearWithLoRA,
+)
+from loradock.engine.layers.packed import MergedColumnParallelLinear, QKVParallelLinear
+from loradock.engine.layers.parallel import (
+    ColumnParallelLinearWithLoRA,
+    ColumnParallelLinearWithShardedLoRA,
     MergedColumnParallelLinearVariableSliceWithLoRA,
     MergedColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithShardedLoRA,
-)
-from loradock.engine.layers.missing import PPMissingLayer
-from loradock.engine.layers.packed import MergedColumnParallelLinear, QKVParallelLinear
-from loradock.engine.layers.qkv import (
     MergedQKVParallelLinearWithLoRA,
     MergedQKVParallelLinearWithShardedLoRA,
     QKVParallelLinearWithLoRA,
     QKVParallelLinearWithShardedLoRA,
+    RowParallelLinearWithLoRA,
+    RowParallelLinearWithShardedLoRA,
 )
-from loradock.engine.layers.replicated import ReplicatedLinearWithLoRA
 from loradock.engine.layers.router import RouterWithLoRA
-from loradock.engine.layers.row import RowParallelLinearWithLoRA, RowParallelLinearWithShardedLoRA
 from loradock.engine.layers.tensor_parallel import (
     ColumnParallelLinear,
     ParallelHead,
+    PPMissingLayer,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -94,7 +94,7 @@ __all__ = [
 
 
 class Role(Enum):
-    """The function of a layer in its model, where the type does not determine it."""
+    """The function of a layer in its model, if the type does not determine it."""
 
     BODY = "body"
     HEAD = "language-model head"

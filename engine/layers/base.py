@@ -4,16 +4,22 @@ A wrapper stores no adapter weights, only its columns of the slot directory. A m
 wrapper must implement raises NotImplementedError here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from loradock.engine.errors import NotFinite
 from loradock.engine.kernels.operands import LoRASlices, RowOrder
-from loradock.engine.layers.saved import SavedWeights, TokenRows
+from loradock.engine.layers.saved import (
+    AffineStep,
+    SavedRows,
+    SavedStep,
+    SavedWeights,
+    Step,
+    TokenRows,
+)
 from loradock.engine.layout import (
     AFFINE_SUFFIX,
     SAVED_SUFFIX,
@@ -40,7 +46,7 @@ class SliceShape(NamedTuple):
     """Shape and layout of one slice of a layer.
 
     The whole A is [rank, in_features] and the whole B [out_features, rank]. `name`: the slice's
-    last name component, where the model names slices separately; empty for a layer of one slice.
+    last name component, if the model names slices separately; empty for a layer of one slice.
     The other fields are as in `ModuleShape`.
     """
 
@@ -52,6 +58,26 @@ class SliceShape(NamedTuple):
     experts: int = 1
     shard: Shard = WHOLE
     kernel: tuple[int, ...] = ()
+
+
+class LayerPlan:
+    """What one batch's adapters add to a layer's base output, as steps in their order.
+
+    Valid for one batch of the Punica wrapper, one version of the directory, and one shape and dtype
+    of the layer's input.
+    """
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = tuple(steps)
+
+    def run(self, y: Tensor, x: Tensor) -> None:
+        """Change y in place: [..., out], contiguous; x: the layer's input, [..., in]."""
+        if self._steps:
+            outputs, inputs = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]).contiguous()
+            for step in self._steps:
+                step.run(outputs, inputs)
 
 
 class BaseLayerWithLoRA(nn.Module):
@@ -71,7 +97,9 @@ class BaseLayerWithLoRA(nn.Module):
         self._saved: tuple[SavedWeights, ...] = ()
         self._affine: tuple[SavedWeights, ...] = ()
         self._tokens: tuple[TokenRows, ...] = ()
-        # Of the inputs, as a trial observed it.
+        self._plans: dict[tuple[object, ...], LayerPlan] = {}
+        self._planned_for: tuple[object, int] = (None, -1)
+        # Of the inputs, as a probe observed it.
         self.row_order = RowOrder.MAPPING
 
     def __getattr__(self, name: str) -> Any:
@@ -190,12 +218,12 @@ class BaseLayerWithLoRA(nn.Module):
 
     @property
     def token_shapes(self) -> tuple[SliceShape, ...]:
-        """The layer, if an adapter may replace rows of single tokens: embeddings and heads."""
+        """The layer, if an adapter can replace rows of single tokens: embeddings and heads."""
         return ()
 
     @property
     def affine_shapes(self) -> tuple[SliceShape, ...]:
-        """The modules of the layer whose outputs an adapter may scale and shift (DoRA, biases)."""
+        """The modules of the layer whose outputs an adapter can scale and shift (DoRA, biases)."""
         return ()
 
     def base_weights(self, index: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: ARG002
@@ -204,7 +232,7 @@ class BaseLayerWithLoRA(nn.Module):
 
     @property
     def saved_shapes(self) -> tuple[SliceShape, ...]:
-        """The modules of the layer that an adapter may replace whole (`modules_to_save`)."""
+        """The modules of the layer that an adapter can replace whole (`modules_to_save`)."""
         return ()
 
     @overload
@@ -232,7 +260,7 @@ class BaseLayerWithLoRA(nn.Module):
         return self._sliced(lora_b, lambda b, shape: shape.shard.select_b(b))
 
     def _shard_of_a(self, a: Tensor, shape: SliceShape) -> Tensor:
-        """Return this rank's part of one A, in the arena's layout; overridden where it differs."""
+        """Return this rank's part of one A, in the arena's layout; overridden if it differs."""
         return shape.shard.select_a(a)
 
     def _sliced(
@@ -250,7 +278,7 @@ class BaseLayerWithLoRA(nn.Module):
     def create_lora_weights(self, arena: Arena, columns: Sequence[int]) -> None:
         """Bind the layer to the first directory column of each slice; allocates nothing.
 
-        Columns of modules that adapters may replace whole follow, or are left out. Raises
+        Columns of modules that adapters can replace whole follow, or are left out. Raises
         ValueError for another number.
         """
         slices, saved = len(self.slice_shapes), len(self.saved_shapes)
@@ -262,6 +290,7 @@ class BaseLayerWithLoRA(nn.Module):
         weights = tuple(SavedWeights(arena, column) for column in optional[:whole])
         self._saved, self._affine = weights[:saved], weights[saved:]
         self._tokens = tuple(TokenRows(arena, column) for column in optional[whole:])
+        self._planned_for = (None, -1)
         self._bind(arena)
 
     def _bind(self, arena: Arena) -> None:
@@ -272,13 +301,14 @@ class BaseLayerWithLoRA(nn.Module):
     def set_mapping(self, punica_wrapper: PunicaWrapper) -> None:
         """Use the mapping of `punica_wrapper` for every batch from now on."""
         self._punica = punica_wrapper
+        self._planned_for = (None, -1)
 
     def set_lora(
         self, index: int, lora_a: Tensor | SliceTensors, lora_b: Tensor | SliceTensors
     ) -> None:
         """Write one adapter's weights for this layer to slot `index`; B includes the scaling.
 
-        A packed layer expects one A and one B per slice, None for both where the adapter lacks the
+        A packed layer expects one A and one B per slice, None for both if the adapter lacks the
         slice. Each slice is stored in a separate extent; for a whole adapter `Arena.begin_write` is
         better, which copies once. Raises ValueError for another number of slices, an A without B,
         a rank above the maximum, wrong shapes, or values that are not finite, before anything
@@ -310,71 +340,96 @@ class BaseLayerWithLoRA(nn.Module):
         if rank > rank_max:
             raise ValueError(f"the rank is {rank}; 1 to {rank_max} (max_lora_rank) are allowed")
 
+    def pack_weights(self, is_shared: Callable[[Tensor], bool]) -> None:
+        """Pack the base layer's weight, if this kind of layer is a product that reads it alone.
+
+        `is_shared`: whether another layer reads a weight too; then it stays as it is.
+        """
+
     def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `base(x)`, [..., out], with the batch's deltas; both may be computed concurrently.
+        """Return `base(x)`, [..., out], with the batch's deltas; both can be computed concurrently.
 
-        Deltas are added to what an adapter has in place of the base output. A subclass that adds
-        them differently overrides this and `add_lora` together.
+        Deltas are added to what an adapter has in place of the base output.
         """
-        if self._punica is None or self._slices is None:
+        punica, arena, slices = self._punica, self._arena, self._slices
+        if punica is None or arena is None or slices is None:
             return base(x)
-        return self._punica.with_lora_linear(lambda: self.own_output(base(x), x), x, self._slices)
-
-    def own_output(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return the base output with the rows that adapters change other than by a delta.
-
-        y: [..., out], changed in place where it is contiguous. x: [..., in].
-        """
-        return self.replace_rows(self.transform_rows(y), x)
-
-    def plain_product(self, x: Tensor) -> Tensor:
-        """Return the output, [..., out], of a base layer that is only a product with its weight."""
-        layer: Any = self.base_layer
-        product = None if self._punica is None else self._punica.base_linear
-        # Hooks may compute the weight (`weight_norm`), and offloading replaces the forward.
-        is_changed = layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer)
-        y = None if product is None or is_changed else product(x, layer.weight, layer.bias)
-        return layer(x) if y is None else y
+        if punica.is_concurrent:
+            return punica.with_lora_linear(lambda: self._own_output(base(x), x), x, slices)
+        y = base(x).contiguous()
+        self.plan(y, x, punica, arena).run(y, x)
+        return y
 
     def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add the batch's deltas to `y` in place: y [..., out], contiguous; x [..., in]."""
-        if self._punica is not None and self._slices is not None:
-            rows = y.view(-1, y.shape[-1])
-            self._punica.add_lora_linear(rows, x, self._slices)
+        """Apply the batch's adapters to `y` in place: y [..., out], contiguous; x [..., in]."""
+        punica, arena = self._punica, self._arena
+        if punica is not None and arena is not None:
+            self.plan(y, x, punica, arena).run(y, x)
         return y
 
-    def transform_rows(self, y: Tensor) -> Tensor:
-        """Scale and shift the base outputs of the rows whose adapter specifies it; return `y`.
+    def plan(self, y: Tensor, x: Tensor, punica: PunicaWrapper, arena: Arena) -> LayerPlan:
+        """Return the layer's plan for the current batch of `punica`; y, x as in `add_lora`.
 
-        y: [..., out], contiguous, with each module's columns in the order of `affine_shapes`.
+        It is made at the first call with a shape and dtype of `x` after the mapping or the
+        directory has changed.
         """
-        if not (self._affine and self._bound().has_heads):
-            return y
-        outputs, start = y.view(-1, y.shape[-1]), 0
-        for affine, shape in zip(self._affine, self.affine_shapes, strict=True):
+        batch = (punica.batch, arena.directory.version)
+        if batch != self._planned_for:
+            self._plans.clear()
+            self._planned_for = batch
+        key = (x.shape, x.dtype, punica.only_slot)
+        if key in self._plans:
+            return self._plans[key]
+        plan = LayerPlan([*self._own_steps(x), *self._delta_steps(y, x)])
+        if punica.batch is not batch[0]:
+            # Other groups were made for these rows, which are valid alone.
+            self._plans.clear()
+            self._planned_for = (punica.batch, batch[1])
+        self._plans[key] = plan
+        return plan
+
+    def _own_steps(self, x: Tensor) -> Iterator[Step]:
+        """Yield the steps for rows that adapters change other than by a delta.
+
+        x: [..., in]. A module's columns of the output are in the order of `affine_shapes` or
+        `saved_shapes`.
+        """
+        if not self._has_own_outputs():
+            return
+        start = 0
+        for affine, shape in zip(self._affine, self.affine_shapes, strict=bool(self._affine)):
             columns = slice(start, start + shape.out_features)
-            for rows, scale, shift in affine.rows_of(self._punica, y.shape[:-1], self.row_order):
-                scaled = outputs[rows, columns] * scale.flatten().to(y.dtype)
-                outputs[rows, columns] = scaled + shift.to(y.dtype)
-            start += shape.out_features
-        return y
-
-    def replace_rows(self, y: Tensor, x: Tensor) -> Tensor:
-        """Write the outputs of the rows whose adapter replaces a module whole; return the result.
-
-        y: [..., out], with each saved module's columns in their order. x: [..., in].
-        """
-        if not (self._saved and self._bound().has_heads):
-            return y
-        y, inputs = y.contiguous(), x.reshape(-1, x.shape[-1])
-        outputs, start = y.view(len(inputs), -1), 0
+            start = columns.stop
+            for rows in affine.rows_of(self._punica, x.shape[:-1], self.row_order):
+                yield AffineStep(columns, rows)
+        start = 0
         for saved, width in zip(self._saved, self._saved_widths, strict=True):
             columns = slice(start, start + width)
-            for rows, weight, bias in saved.rows_of(self._punica, x.shape[:-1], self.row_order):
-                product = linear(inputs[rows], weight.to(x.dtype), bias.to(x.dtype))
-                outputs[rows, columns] = product
-            start += width
+            start = columns.stop
+            for rows in saved.rows_of(self._punica, x.shape[:-1], self.row_order):
+                yield self._saved_step(columns, rows)
+
+    def _has_own_outputs(self) -> bool:
+        is_bound = self._arena is not None and bool(self._affine or self._saved or self._tokens)
+        return is_bound and self._bound().has_heads
+
+    def _saved_step(self, columns: slice, rows: SavedRows) -> Step:
+        return SavedStep(columns, rows)
+
+    def _own_output(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return the base output with the rows that adapters change other than by a delta."""
+        y = y.contiguous()
+        LayerPlan([*self._own_steps(x)]).run(y, x)
         return y
+
+    def _delta_steps(self, y: Tensor, x: Tensor) -> Iterator[Step]:
+        """Yield the step that adds the batch's deltas, if there are any."""
+        if self._punica is None or self._slices is None:
+            return
+        outputs, inputs = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]).contiguous()
+        plan = self._punica.plan_linear(outputs, inputs, self._slices, x.shape[:-1])
+        if plan is not None:
+            yield plan
 
     @property
     def _saved_widths(self) -> tuple[int, ...]:

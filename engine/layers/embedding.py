@@ -1,16 +1,34 @@
 """The wrapper of the token embedding: A is looked up by token and multiplied by B.
 
-Every rank holds A and B of the whole vocabulary, even where the base layer holds a part of it. Only
+Every rank holds A and B of the whole vocabulary, even if the base layer holds a part of it. Only
 embeddings that return the looked-up row, at most times a constant, are wrapped, so that the delta
 is looked up and scaled in the same way.
 """
 
-from torch import Tensor, nn
-from torch.nn.functional import embedding
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from torch import Tensor, nn
+
+from loradock.engine.kernels.operands import LoRASlices
 from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
+from loradock.engine.layers.saved import LookupStep, Step, TokenLookupStep
 from loradock.engine.layers.tensor_parallel import VocabParallelEmbedding
 from loradock.engine.layout import ModuleKind
+from loradock.engine.punica.wrapper import PunicaWrapper
+
+
+class _EmbeddingStep(NamedTuple):
+    """Adds the batch's deltas; x: ids [rows, 1] of an input of shape `shape`."""
+
+    punica: PunicaWrapper
+    slices: LoRASlices
+    shape: Sequence[int]
+    scale: float
+
+    def run(self, y: Tensor, x: Tensor) -> None:
+        """Add each row's delta to y [rows, hidden]."""
+        self.punica.add_lora_embedding(y, x.view(self.shape), self.slices, self.scale)
 
 
 class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
@@ -61,11 +79,7 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         """
         token_ids = self._for_every_sequence(input) if self.is_shared_by_rows else input
         y: Tensor = self.base_layer(token_ids)
-        if self._punica is not None and self._slices is not None:
-            rows = y.view(-1, y.shape[-1])
-            self._replace(rows, token_ids)
-            self._punica.add_lora_embedding(rows, token_ids, self._slices, self._scale)
-        return y
+        return self.add_lora(y, token_ids.long()[..., None])
 
     @property
     def token_shapes(self) -> tuple[SliceShape, ...]:
@@ -80,20 +94,24 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
             return ()
         return (SliceShape(base.embedding_dim, base.num_embeddings),)
 
-    def _replace(self, y: Tensor, ids: Tensor) -> None:
-        """Write the rows of adapters that have their own embedding, or own rows of some tokens.
+    def _own_steps(self, x: Tensor) -> Iterator[Step]:
+        """Yield the steps for adapters that have their own embedding, or own rows of some tokens.
 
-        ids: [...], a row of y each.
+        x: ids [..., 1].
         """
-        if not self._bound().has_heads:
+        if not self._has_own_outputs():
             return
-        flat = ids.flatten()
+        shape = x.shape[:-1]
         for saved in self._saved:
-            for rows, weight, _ in saved.rows_of(self._punica, ids.shape, self.row_order):
-                y[rows] = embedding(flat[rows], weight).to(y.dtype) * self._scale
+            for rows in saved.rows_of(self._punica, shape, self.row_order):
+                yield LookupStep(rows, self._scale)
         for tokens in self._tokens:
-            for trained in tokens.vectors_of(self._punica, ids.shape, self.row_order):
-                trained.replace_lookups(y, flat, self._scale)
+            for own in tokens.vectors_of(self._punica, shape, self.row_order):
+                yield TokenLookupStep(own, self._scale)
+
+    def _delta_steps(self, y: Tensor, x: Tensor) -> Iterator[Step]:  # noqa: ARG002 - the base's
+        if self._punica is not None and self._slices is not None:
+            yield _EmbeddingStep(self._punica, self._slices, x.shape[:-1], self._scale)
 
     def _for_every_sequence(self, ids: Tensor) -> Tensor:
         tokens = None if self._punica is None else self._punica.adapted_tokens

@@ -2,10 +2,17 @@
 
 A batch for which `group_experts` returns no groups runs the module's own forward. Routers, shared
 experts and attention layers are separate layers.
+
+With fully sharded adapters, for experts that are split over the ranks by columns: before the
+activation A is sharded by rank dimension and B's rows are this rank's columns, and shrunk
+activations are gathered. After it A's columns are those columns and B's rows are split; shrunk
+activations are summed, and each rank writes its own columns of the outputs, before the sum over
+ranks that the layer computes anyway.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -20,8 +27,18 @@ from loradock.engine.layers.base import (
     slice_tensors,
     slices_of,
 )
-from loradock.engine.layers.expert_layout import AddDelta, ExpertLayout, ExpertsInput, layout_of
-from loradock.engine.layers.parallel_experts import ParallelExperts
+from loradock.engine.layers.expert_layout import (
+    AddDelta,
+    ExpertLayout,
+    ExpertsInput,
+    ParallelExperts,
+    layout_of,
+)
+from loradock.engine.layers.parallel import (
+    gather_ranks,
+    sharded_shrink_expand,
+    with_sharded_rank,
+)
 from loradock.engine.layout import WHOLE, ModuleKind, ModuleShape, ParameterRows, Shard
 from loradock.engine.parallel import SINGLE, ParallelGroup
 from loradock.engine.punica.wrapper import PunicaWrapper, ShrinkExpand
@@ -325,3 +342,51 @@ class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
     def up_views(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return all columns, those of gate and those of up; a slot adds to all or to the parts."""
         return (rows, *super().up_views(rows))
+
+
+class ShardedExperts(ExpertsWithLoRA):
+    """Base class for both formats, fully sharded.
+
+    Raises ValueError for experts that are split by expert.
+    """
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__(base_layer)
+        if isinstance(base_layer, ParallelExperts) and base_layer.expert_range is not None:
+            raise ValueError(
+                "whole experts per rank leave nothing of their adapters to shard; use either "
+                "expert_parallel or fully_sharded_loras"
+            )
+
+    @property
+    def slice_shapes(self) -> tuple[SliceShape, ...]:
+        """The base class's slices, A sharded by rank dimension; the last has split rows of B."""
+        *up_slices, down = super().slice_shapes
+        shard = replace(down.shard, b_rows=(self._outputs,))
+        return (
+            *(with_sharded_rank(up, self.group) for up in up_slices),
+            down._replace(shard=shard),
+        )
+
+    def down_views(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return this rank's columns."""
+        return (rows[:, self._outputs.start : self._outputs.stop],)
+
+    @property
+    def _outputs(self) -> range:
+        return self.group.shard_range(self.whole.out_features, "out_features")
+
+    def _deltas_of(self, up: LoRASlices, down: LoRASlices) -> ExpertsDeltas:
+        group = self.group
+        return ExpertsDeltas(
+            ExchangedExpertsDelta(sharded_shrink_expand(up, group), partial(gather_ranks, group)),
+            ExchangedExpertsDelta(ShrinkExpand(down, down), group.all_reduce),
+        )
+
+
+class FusedMoEWithShardedLoRA(ShardedExperts, FusedMoEWithLoRA):
+    """Experts with an A and a B for each projection, fully sharded."""
+
+
+class FusedMoE3DWithShardedLoRA(ShardedExperts, FusedMoE3DWithLoRA):
+    """Experts with one A and one B for gate and up together, fully sharded."""

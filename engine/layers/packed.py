@@ -41,8 +41,8 @@ class PackedLinear(nn.Linear):
     """Linear layers whose weights and outputs are concatenated: one GEMM computes all parts.
 
     `widths`: the columns of each part. `child_names`: the names of the parts in the model; empty
-    where the model names them as one layer, as with a checkpoint that stores them fused. `shares`:
-    where the outputs are split over `group`, the share of each part.
+    if the model names them as one layer, as with a checkpoint that stores them fused. `shares`:
+    if the outputs are split over `group`, the share of each part.
     """
 
     def __init__(
@@ -118,26 +118,18 @@ class SharedCall:
     The first child that is called with an input computes all parts. The others return theirs if
     they are called with the same tensor object, unchanged. The input is kept until the last part is
     returned.
+
+    `parts`: those that were not returned yet, by the child's index. `version`: the number of
+    in-place writes to `input`, which inference-mode tensors do not count.
     """
 
     def __init__(self, layer: nn.Module, base_layer: PackedLinear) -> None:
         """`layer`: the module to call, which is `base_layer` or its wrapper."""
         self.layer = layer
         self.base_layer = base_layer
-        self._input: Tensor | None = None
-        self._version = 0
-        self._slice_tensors: dict[int, Tensor] = {}
-
-    def part(self, index: int, x: Tensor) -> Tensor:
-        """Return a child's columns of the packed layer's output for `x`, as a view."""
-        if x is not self._input or index not in self._slice_tensors or _version(x) != self._version:
-            parts = self.layer(x).split(self.base_layer.widths, dim=-1)
-            self._input, self._version = x, _version(x)
-            self._slice_tensors = dict(enumerate(parts))
-        part = self._slice_tensors.pop(index)
-        if not self._slice_tensors:
-            self._input = None
-        return part
+        self.input: Tensor | None = None
+        self.version = 0
+        self.parts: dict[int, Tensor] = {}
 
 
 class PackedSlice(nn.Module):
@@ -167,12 +159,17 @@ class PackedSlice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the child's output, [..., out_features]; x: [..., in_features]."""
-        return self._call.part(self._index, x)
-
-
-def _version(x: Tensor) -> int:
-    """Return the number of in-place writes to `x`, which inference-mode tensors do not count."""
-    return 0 if x.is_inference() else x._version
+        call = self._call
+        version = 0 if x.is_inference() else x._version
+        if x is not call.input or self._index not in call.parts or version != call.version:
+            parts = torch.split_with_sizes(call.layer(x), call.base_layer.widths, dim=-1)
+            # The call can have written to its input.
+            call.version = 0 if x.is_inference() else x._version
+            call.input, call.parts = x, dict(enumerate(parts))
+        part = call.parts.pop(self._index)
+        if not call.parts:
+            call.input = None
+        return part
 
 
 def _bias_or_zeros(layer: nn.Linear) -> Tensor:

@@ -5,17 +5,24 @@ a head of which rows were trained (`trainable_token_indices`) is the base's for 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from loradock.engine.kernels.operands import RowOrder
 from loradock.engine.layout import ABSENT, token_ids_of
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.residency.arena import Arena
+
+
+class Step(Protocol):
+    """A part of a layer's plan."""
+
+    def run(self, y: Tensor, x: Tensor) -> None:
+        """Change the layer's output in place: y [rows, out], x [rows, in], both contiguous."""
 
 
 class SavedRows(NamedTuple):
@@ -24,6 +31,43 @@ class SavedRows(NamedTuple):
     rows: Tensor
     weight: Tensor
     bias: Tensor
+
+
+class AffineStep(NamedTuple):
+    """Scales and shifts the base outputs of an adapter's rows; the scale is in `weight`."""
+
+    columns: slice
+    rows: SavedRows
+
+    def run(self, y: Tensor, x: Tensor) -> None:  # noqa: ARG002 - the protocol's
+        """Compute `y = y * scale + shift`."""
+        rows, scale, shift = self.rows
+        scaled = y[rows, self.columns] * scale.flatten().to(y.dtype)
+        y[rows, self.columns] = scaled + shift.to(y.dtype)
+
+
+class SavedStep(NamedTuple):
+    """Computes an adapter's rows with its own layer."""
+
+    columns: slice
+    rows: SavedRows
+
+    def run(self, y: Tensor, x: Tensor) -> None:
+        """Compute `y = x @ weight.T + bias`."""
+        rows, weight, bias = self.rows
+        y[rows, self.columns] = linear(x[rows], weight.to(x.dtype), bias.to(x.dtype))
+
+
+class LookupStep(NamedTuple):
+    """Looks up an adapter's rows in its own embedding, times `scale`; x: ids [rows, 1]."""
+
+    rows: SavedRows
+    scale: float
+
+    def run(self, y: Tensor, x: Tensor) -> None:
+        """Compute `y = scale * weight[x]`."""
+        rows, weight, _ = self.rows
+        y[rows] = embedding(x[rows, 0], weight).to(y.dtype) * self.scale
 
 
 class SavedWeights:
@@ -63,7 +107,7 @@ class SavedWeights:
 
 
 class TokenVectors(NamedTuple):
-    """The rows of one adapter that has rows of its own for some tokens.
+    """The rows of one adapter that has separate rows for some tokens.
 
     `token_ids`: [tokens] int64, ascending. `vectors`: [tokens, hidden], of the arena's dtype.
     """
@@ -72,23 +116,39 @@ class TokenVectors(NamedTuple):
     token_ids: Tensor
     vectors: Tensor
 
-    def replace_lookups(self, y: Tensor, ids: Tensor, scale: float) -> None:
-        """Write the adapter's vectors into y [rows, hidden] where ids [rows] are its tokens."""
-        own = ids[self.rows]
-        found = torch.searchsorted(self.token_ids, own).clamp(max=len(self.token_ids) - 1)
-        is_own = (self.token_ids[found] == own)[:, None]
-        vectors = self.vectors[found].to(y.dtype) * scale
-        y[self.rows] = torch.where(is_own, vectors, y[self.rows])
 
-    def replace_logits(self, y: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        """Write the logits of the adapter's tokens into y [rows, vocabulary]; x: [rows, hidden].
+class TokenLookupStep(NamedTuple):
+    """Writes an adapter's vectors, times `scale`, at ids that are its tokens; x: ids [rows, 1]."""
 
-        PEFT computes a head with trained rows without its bias, so the adapter was trained so.
-        """
-        if bias is not None:
-            y[self.rows] -= bias.to(y.dtype)
-        logits = linear(x[self.rows], self.vectors.to(x.dtype))
-        y[self.rows[:, None], self.token_ids[None]] = logits.to(y.dtype)
+    tokens: TokenVectors
+    scale: float
+
+    def run(self, y: Tensor, x: Tensor) -> None:
+        """Replace rows of y [rows, hidden]."""
+        rows, token_ids, trained = self.tokens
+        own = x[rows, 0]
+        found = torch.searchsorted(token_ids, own).clamp(max=len(token_ids) - 1)
+        is_own = (token_ids[found] == own)[:, None]
+        vectors = trained[found].to(y.dtype) * self.scale
+        y[rows] = torch.where(is_own, vectors, y[rows])
+
+
+class TokenLogitsStep(NamedTuple):
+    """Writes the logits of an adapter's tokens.
+
+    PEFT computes a head with trained rows without its `bias`, so the adapter was trained so.
+    """
+
+    tokens: TokenVectors
+    bias: Tensor | None
+
+    def run(self, y: Tensor, x: Tensor) -> None:
+        """Replace columns of y [rows, vocabulary]; x: [rows, hidden]."""
+        rows, token_ids, vectors = self.tokens
+        if self.bias is not None:
+            y[rows] -= self.bias.to(y.dtype)
+        logits = linear(x[rows], vectors.to(x.dtype))
+        y[rows[:, None], token_ids[None]] = logits.to(y.dtype)
 
 
 class TokenRows(SavedWeights):

@@ -1,6 +1,6 @@
 """Base layers of which every rank of a tensor-parallel group holds a shard.
 
-Seen from the model they compute the whole layer's output, or this rank's columns of it where the
+Seen from the model they compute the whole layer's output, or this rank's columns of it if the
 model's plan specifies that the next layer expects them.
 
 A forward has three steps, because adapters add between the last two: `shard_input` selects the part
@@ -8,7 +8,8 @@ of the input for this rank, `multiply_shard` multiplies, `combine_ranks` gathers
 ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
@@ -80,7 +81,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.gathers = gathers
 
     def combine_ranks(self, y: Tensor) -> Tensor:
-        """Return this rank's columns, or all ranks' where the layer gathers."""
+        """Return this rank's columns, or all ranks' if the layer gathers."""
         return self.group.gather_columns(y) if self.gathers else y
 
 
@@ -158,3 +159,21 @@ class VocabParallelEmbedding(nn.Embedding):
         is_local = (index >= 0) & (index < len(self.tokens))
         rows = embedding(index.where(is_local, 0), self.weight)
         return self.group.all_reduce(rows.masked_fill(~is_local[..., None], 0))
+
+
+class PPMissingLayer(nn.Module):
+    """A layer of another pipeline stage: it returns its first argument, and is never wrapped.
+
+    Adapters' tensors for it and the modules below it are skipped: that stage's rank reads them.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument."""
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+def missing_layers(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of a model's missing layers."""
+    for path, module in model.named_modules():
+        if isinstance(module, PPMissingLayer):
+            yield path

@@ -4,31 +4,23 @@ The engine process and the in-process manager both call `bind_lora`, so that one
 the same meaning in both.
 """
 
-from typing import Any, NamedTuple
+from collections import Counter
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from loradock.engine.config import LoRAConfig
-from loradock.engine.kernels import (
-    CALIBRATED_BYTES_MIN,
-    DEFAULTS,
-    Calibration,
-    calibration,
-    choose_kernels,
-    decode_calibration,
-    encode_calibration,
-    fastest_linear,
-    fastest_ways,
-)
-from loradock.engine.kernels.interface import Kernels
+from loradock.engine.kernels import DEFAULTS, choose_kernels
 from loradock.engine.layout import rank_parts_max
-from loradock.engine.models.quantization import is_quantized
 from loradock.engine.models.served_model import ServedModel
 from loradock.engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrapper
 from loradock.engine.punica.side_stream import SideStream
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.copier import CollectiveCopier, copier_for
+
+PACKED_BYTES_MIN: Final = 64 << 20
+"""The least weights of a model that are packed: those of smaller ones stay in the caches."""
 
 
 class BoundRuntime(NamedTuple):
@@ -56,7 +48,7 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
             f"with fully_sharded_loras, max_lora_rank {config.max_lora_rank} can't be shared "
             f"evenly by {ranks} ranks; set a multiple of {ranks}"
         )
-    kernels = _kernels_of(model, config)
+    kernels = choose_kernels(model.device.type, batch_invariant=config.batch_invariant)
     copier = copier_for(model.device)
     if not model.group.is_trivial:
         copier = CollectiveCopier(copier, model.group)
@@ -74,32 +66,34 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
         if config.enable_tower_connector_lora
     }
     model.bind(arena, punica, image_punicas)
+    if not config.batch_invariant and _packs_weights(model):
+        _pack_weights(model)
     return BoundRuntime(arena, punica, config)
 
 
-def _kernels_of(model: ServedModel, config: LoRAConfig) -> Kernels:
-    """Return the kernels of a device, calibrated for this machine where it pays."""
-    device = model.device.type
-    is_calibrated = device == "cpu" and not config.batch_invariant
-    measured = _calibration_of_all_ranks(model) if is_calibrated else None
-    if measured is None:
-        return choose_kernels(device, batch_invariant=config.batch_invariant)
-    kernels = choose_kernels(device, costs=measured.costs)
-    if is_quantized(model.model):
-        return kernels
-    return kernels._replace(base_linear=fastest_linear(fastest_ways(measured.products.float32)))
+def _packs_weights(model: ServedModel) -> bool:
+    """Whether rank 0's part of the model is large enough.
 
-
-def _calibration_of_all_ranks(model: ServedModel) -> Calibration | None:
-    """Return the constants of rank 0; None for a small model.
-
-    Ranks that chose by their own would round differently what all of them compute, and routers
-    could choose other experts on one rank than on the next.
+    Ranks that chose by their own parts would round differently what all of them compute, and
+    routers could choose other experts on one rank than on the next.
     """
-    weight_bytes = sum(tensor.nbytes for tensor in model.model.parameters())
-    is_measured = model.group.is_leader and weight_bytes >= CALIBRATED_BYTES_MIN
-    data = model.group.broadcast_bytes(encode_calibration(calibration()) if is_measured else b"")
-    return decode_calibration(data) if data else None
+    is_large = sum(tensor.nbytes for tensor in model.model.parameters()) >= PACKED_BYTES_MIN
+    return bool(model.group.broadcast_bytes(b"packed" if is_large else b""))
+
+
+def _pack_weights(model: ServedModel) -> None:
+    """Pack the weights of the base layers' products, for a processor that gains from it.
+
+    A weight that several layers read, as a head that is tied to the embedding does, stays.
+    """
+    readers = Counter(
+        id(parameter)
+        for module in model.model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    for layer in model.layers.values():
+        layer.pack_weights(lambda weight: readers[id(weight)] > 1)
 
 
 def kernels_for(device: torch.device) -> str:

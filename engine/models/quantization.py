@@ -12,7 +12,7 @@ from torch import nn
 
 from loradock.engine.config import LORA_DTYPES, QUANTIZATIONS, UNQUANTIZED, EngineConfig
 from loradock.engine.errors import ModelRefused
-from loradock.engine.kernels import CALIBRATED_BYTES_MIN, calibration, faster_dtype
+from loradock.engine.kernels.packed_linear import has_fast_products
 from loradock.engine.models.library.names import (
     BitsAndBytesConfig,
     FineGrainedFP8Config,
@@ -50,7 +50,8 @@ def dtype_of(
 ) -> torch.dtype | Literal["auto"]:
     """Return the dtype to load a model in; "auto" is the one that it was saved in.
 
-    Several ranks keep the saved one, because each would measure for itself.
+    Weights in half precision are loaded in float32 on a processor without instructions for them,
+    except by several ranks, whose processors may differ.
     """
     if config.dtype != "auto":
         return LORA_DTYPES[config.dtype]
@@ -60,10 +61,7 @@ def dtype_of(
     )
     if saved is None or is_quantized or config.torch_device.type != "cpu" or not group.is_trivial:
         return "auto"
-    files = config.model_directory.glob("*.safetensors")
-    if sum(file.stat().st_size for file in files) < CALIBRATED_BYTES_MIN:
-        return "auto"
-    return faster_dtype(saved, calibration().products)
+    return saved if has_fast_products(saved) else torch.float32
 
 
 def loading_options(name: str, model_config: Any, device: torch.device) -> dict[str, Any]:

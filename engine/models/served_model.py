@@ -23,15 +23,19 @@ from loradock.engine.adapters.target import (
 )
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import ModelRefused
+from loradock.engine.kernels.packed_linear import PackedWeight
 from loradock.engine.layers import (
     BaseLayerWithLoRA,
     VocabParallelEmbeddingWithLoRA,
     wrappers_for,
 )
-from loradock.engine.layers.missing import missing_layers
 from loradock.engine.layers.packed import PackedSlice
 from loradock.engine.layers.saved import ReplaceableNorm
-from loradock.engine.layers.tensor_parallel import ParallelLinear, VocabParallelEmbedding
+from loradock.engine.layers.tensor_parallel import (
+    ParallelLinear,
+    VocabParallelEmbedding,
+    missing_layers,
+)
 from loradock.engine.layout import ModuleShape
 from loradock.engine.models.library.names import AutoTokenizer, PreTrainedModel
 from loradock.engine.models.positions import longest_context
@@ -115,7 +119,7 @@ def held_weight(module: nn.Module, field: str) -> BaseParameter | None:
     """
     layer: Any = module.base_layer if isinstance(module, BaseLayerWithLoRA) else module
     values = getattr(layer, field, None)
-    if not isinstance(values, Tensor) or type(values.data) is not Tensor:
+    if not isinstance(values, Tensor) or type(values.data) not in (Tensor, PackedWeight):
         return None
     if not values.is_floating_point():
         return None

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused
-from loradock.engine.layers.expert_layout import layout_of
-from loradock.engine.layers.parallel_experts import ParallelExperts
+from loradock.engine.layers.expert_layout import ParallelExperts, layout_of
 from loradock.engine.layers.tensor_parallel import (
     ColumnParallelLinear,
     ParallelHead,

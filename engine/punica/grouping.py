@@ -69,7 +69,7 @@ class Grouper:
         return Batch(tokens, prompts)
 
     def group_once(self, slots: Tensor, slots_max: int) -> Groups:
-        """Return the groups of other rows of the same batch, in memory of their own.
+        """Return the groups of other rows of the same batch, in separate memory.
 
         slots: [rows] int64 on the host, -1 for the base model.
         """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loradock.engine.kernels.expert_groups import ExpertGroups, group_experts
-from loradock.engine.kernels.interface import BaseLinear, Kernels
+from loradock.engine.kernels.interface import Kernels, LinearKernel, LinearPlan
 from loradock.engine.kernels.operands import (
     GroupBounds,
     Groups,
@@ -39,7 +39,7 @@ class ShrinkExpand(NamedTuple):
 
 
 class LaunchKey(NamedTuple):
-    """Everything that the launches over a mapping depend on; None where nothing is launched.
+    """Everything that the launches over a mapping depend on; None if nothing is launched.
 
     `buffers`: identifies the tables on the device that the launches read. `is_fixed`: False if an
     adapter of the batch has saved layers, which are computed from its rows' own indices.
@@ -51,17 +51,30 @@ class LaunchKey(NamedTuple):
     is_fixed: bool = True
 
 
+class _CalledLinear(NamedTuple):
+    """The plan of an implementation that prepares nothing."""
+
+    linear: LinearKernel
+    slices: LoRASlices
+    groups: Groups
+
+    def run(self, y: Tensor, x: Tensor, scale: float = 1.0) -> None:
+        """Call the operation."""
+        self.linear(y, x, self.slices, self.groups, scale)
+
+
 class PunicaWrapper:
     """The current batch's metadata, shared by all wrapped layers of a model.
 
     `token_slots` [tokens] and `prompt_slots` [sampled rows] are int64 on the host, -1 for the base
     model; `groups` and `prompt_groups` are the groups of the two for kernels. `rank_max`: the
-    highest rank that a slot may hold, and so the columns of a buffer for `add_shrink`. Before the
+    highest rank that a slot can hold, and so the columns of a buffer for `add_shrink`. Before the
     first mapping every row uses the base model. `specialize_active`: the size of launch grids
     follows the number of active adapters, rounded up to a power of two, instead of the number of
     slots. `concurrent`: computes a linear layer's delta concurrently with its base output; without
     it the delta is computed after. `has_saved_layers(slot)`: whether the adapter in a slot replaces
-    layers whole.
+    layers whole. What a layer derives from the mapping is valid for one `batch`, an object that is
+    replaced with the groups, and for one `only_slot`, the slot of all rows if one row runs alone.
     """
 
     def __init__(
@@ -78,6 +91,7 @@ class PunicaWrapper:
         self.grouper = Grouper(device, rank_max, specialize_active)
         self._kernels = kernels
         self._concurrent = concurrent
+        self.is_concurrent = concurrent is not None
         self._has_saved_layers = has_saved_layers
         self._mapping: LoRAMapping | None = None
         self._layout: tuple[int | None, ...] = ()
@@ -85,6 +99,8 @@ class PunicaWrapper:
         self._derived: dict[tuple[object, ...], Groups] = {}
         self._is_derived = False
         self._only_row: int | None = None
+        self.batch: object = object()
+        self.only_slot: int | None = None
         self.token_slots: Tensor | None = None
         self.prompt_slots: Tensor | None = None
         self.groups: Groups | None = None
@@ -112,17 +128,13 @@ class PunicaWrapper:
             )
         self._group(token_slots, prompt_slots, len(layout))
         self._derived.clear()
+        self.batch = object()
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
         self._mapping, self._layout = mapping, layout
         return True
 
     def _group(self, token_slots: Tensor, prompt_slots: Tensor, slots_max: int) -> None:
         self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, slots_max)
-
-    @property
-    def base_linear(self) -> BaseLinear | None:
-        """The product of plain base layers; None where they always compute it themselves."""
-        return self._kernels.base_linear
 
     @property
     def launch_key(self) -> LaunchKey:
@@ -137,11 +149,11 @@ class PunicaWrapper:
     @contextmanager
     def only_row(self, row: int) -> Iterator[None]:
         """Use the adapter of one sampled row for all rows of every layer, within the context."""
-        self._only_row = row
+        self._only_row, self.only_slot = row, self._slot_of_row(row)
         try:
             yield
         finally:
-            self._only_row = None
+            self._only_row = self.only_slot = None
 
     def _has_saved(self) -> bool:
         groups = self.groups if self.groups is not None and self.groups.spans else None
@@ -184,6 +196,22 @@ class PunicaWrapper:
         if groups is not None:
             rows = x.reshape(-1, x.shape[-1]).contiguous()
             self._kernels.linear(y, rows, slices, groups, scale)
+
+    def plan_linear(
+        self, y: Tensor, x: Tensor, slices: LoRASlices, shape: Sequence[int]
+    ) -> LinearPlan | None:
+        """Return the plan of `add_lora_linear` for the current batch; None without adapters.
+
+        y: [rows, sum of out_features]. x: [rows, in_features]. shape: the leading shape of the
+        layer's input, as for `groups_of`.
+        """
+        groups = self.groups_of(shape, slices)
+        if groups is None:
+            return None
+        plan = self._kernels.plan_linear
+        if plan is None:
+            return _CalledLinear(self._kernels.linear, slices, groups)
+        return plan(y, x, slices, groups)
 
     def with_lora_linear(self, base: Callable[[], Tensor], x: Tensor, slices: LoRASlices) -> Tensor:
         """Return `base()`, a linear layer's output for `x`, with every row's delta added.
@@ -268,7 +296,7 @@ class PunicaWrapper:
 
         An input has a row per sampled row, a row per token, or any number of rows for each sampled
         row, which are then its leading dimension, as projections of cached states have. An input
-        of another shape is the base model's where no adapter of the batch is in `slices`. Raises
+        of another shape is the base model's if no adapter of the batch is in `slices`. Raises
         ValueError otherwise: the mapping is for another number of rows. `row_order`: of an input
         without `slices`.
         """
@@ -312,7 +340,7 @@ class PunicaWrapper:
             return None
         raise ValueError(
             "the layer sees rows in an order of the model's own, so a batch can have one adapter "
-            "with weights for it, and no other rows; run its rows in a batch of their own"
+            "with weights for it, and no other rows; run its rows in a separate batch"
         )
 
     def _derived_groups(self, shape: Sequence[int], slices: LoRASlices | None) -> Groups | None:

@@ -112,12 +112,6 @@ def _in_progress() -> typer.Typer:
     return in_progress.app
 
 
-def _calibrate() -> typer.Typer:
-    from loradock.cli import calibrate
-
-    return calibrate.app
-
-
 def _settings() -> typer.Typer:
     from loradock.cli.server import settings
 
@@ -161,12 +155,6 @@ COMMANDS: Final = {
             "Serve the OpenAI protocol, metrics and a page over HTTP, for a server that runs here.",
         ),
         Entry("engine", _engine_commands, "Restart the engine."),
-        Entry(
-            "calibrate",
-            _calibrate,
-            "Measure this processor now, show what --dtype auto chooses, and store it for later "
-            "starts.",
-        ),
         Entry("keys", _keys, "Make keys, and decide which ones may connect to the server."),
     ),
     "Adapters": (

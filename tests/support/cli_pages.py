@@ -17,7 +17,7 @@ import torch
 import typer
 from rich.console import Console
 
-from loradock.cli import bench, calibrate, top
+from loradock.cli import bench, top
 from loradock.cli.exit_codes import EXIT_CODES, HINTS, CommandError, ServerNotRunning, failure_of
 from loradock.cli.main import app
 from loradock.cli.render import classification, embedding, renderables
@@ -30,9 +30,6 @@ from loradock.controller.server.startup.start_checks import Start, StartRefused,
 from loradock.engine.adapters import read_adapter
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import EngineError
-from loradock.engine.kernels.calibrate import report
-from loradock.engine.kernels.cpu.calibration import Calibration, ProductSpeeds
-from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS
 from loradock.messages import control
 from loradock.messages import requests as rq
 from loradock.messages.engine_options import EngineOptions
@@ -49,7 +46,6 @@ from tests.support.engine.adapter_examples import (
     tensors,
     write,
 )
-from tests.support.kernels.way_times import way_times
 from tests.support.parallel.processes import TINY
 from tests.support.simulation.standin_controller import view
 
@@ -143,10 +139,6 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
     texts = [f"text number {number}" for number in range(1, 13)]
     vectors = tuple((1.0, float(number), 0.0) for number in range(12))
     yield "embed", embedding(texts, Embedding(None, vectors, 40))
-    times = way_times(1052.0, {1: 103.0, 4: 220.0, 16: 412.0, 61: 1021.0})
-    constants = Calibration(DEFAULT_COSTS, ProductSpeeds(times, 732.0, 11510.0))
-    measured_at = {"file": "~/.cache/loradock/cpu-0.json", "torch": "2.13.0", "seconds": 0.43}
-    yield "calibrate", list(calibrate.tables({**report(constants), **measured_at}))
     labels = tuple(f"label-{number}" for number in range(12))
     scores = tuple(tuple(place / 12 for place in range(12)) for _ in texts)
     yield "classify", classification(texts, Classification(None, labels, scores, 40))

@@ -5,7 +5,6 @@ Python loops run over groups, never over rows.
 """
 
 from loradock.engine.kernels.cpu.blocks import BatchTiler
-from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
 from loradock.engine.kernels.cpu.embedding import CpuEmbedding
 from loradock.engine.kernels.cpu.experts import CpuExperts, experts_expand_cpu, experts_shrink_cpu
 from loradock.engine.kernels.cpu.linear import CpuLinear
@@ -15,18 +14,19 @@ from loradock.engine.kernels.interface import Kernels
 from loradock.engine.kernels.reference import reference_kernels
 
 
-def cpu_kernels(batch_invariant: bool, costs: CostTable = DEFAULT_COSTS) -> Kernels:
+def cpu_kernels(batch_invariant: bool) -> Kernels:
     """Create kernels with their own scratch memory."""
     tiler, scratch = BatchTiler(batch_invariant), Scratch()
-    shrink_expand = CpuShrinkExpand(tiler, scratch)
+    linear, shrink_expand = CpuLinear(tiler, scratch), CpuShrinkExpand(tiler, scratch)
     kernels = Kernels(
         shrink=shrink_expand.shrink,
         expand=shrink_expand.expand,
-        linear=CpuLinear(tiler, scratch, costs),
+        linear=linear,
         embedding=CpuEmbedding(tiler, scratch),
-        experts=CpuExperts(scratch, costs),
+        experts=CpuExperts(scratch),
         experts_shrink=experts_shrink_cpu,
         experts_expand=experts_expand_cpu,
+        plan_linear=linear.plan,
     )
     if not batch_invariant:
         return kernels

@@ -1,46 +1,35 @@
-"""Division of a batch's rows into runs and blocks that are computed together.
+"""Division of a batch's rows into blocks that are computed together, and access to their rows.
 
-The division depends on the mapping alone and is computed once for it. Python loops run over groups,
-long runs and blocks, never over rows.
-
-A group is *long* if it has enough rows that the time of a product depends on its size rather than
-on the call. A long group is divided into runs of contiguous rows, which are read and written in
-place. All short groups share blocks.
+Python loops run over groups and blocks, never over rows. Rows of the base model are in no block:
+they are neither read nor written.
 """
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from loradock.engine.kernels.cpu.scratch import Scratch
 from loradock.engine.kernels.operands import Groups, SlotSpan
+from loradock.engine.layout import next_power_of_two
 
-LONG_ROWS: Final = 32
-"""The least rows of a long group."""
-LONG_ROWS_BFLOAT16: Final = 128
-"""The same for products in bfloat16: a call takes seven times as long, and the arithmetic half."""
 BLOCK_ROWS: Final = 256
 """The most rows that are gathered, or converted, at once."""
 PADDED_ROWS: Final = 16
 """The rows of every product with `batch_invariant`."""
+BATCHED_GROUPS_MIN: Final = 3
+"""The least groups of one shape that are computed by a batched product."""
+LONG_ROWS: Final = 32
+LONG_ROWS_BFLOAT16: Final = 128
+"""The threshold between the two strategies: groups of at least so many rows are looped over.
 
-
-class RowRun(NamedTuple):
-    """Rows of one slot: `first` to `end` of the batch, or `rows` [n] int64 where not contiguous."""
-
-    slot: int
-    first: int
-    end: int
-    rows: Tensor | None
-
-    @property
-    def size(self) -> int:
-        """The number of rows."""
-        return self.end - self.first if self.rows is None else len(self.rows)
+A call of a bfloat16 product takes seven times as long as one in float32, and its arithmetic half.
+"""
+_SIMILAR_ROWS: Final = 4
+"""Groups of at most so many rows are padded to one size; larger ones to powers of two."""
 
 
 class BlockPart(NamedTuple):
@@ -51,37 +40,65 @@ class BlockPart(NamedTuple):
     real_size: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Rows that are computed together, one part per slot.
+    """Rows that are computed together, one part per slot; `size` and `sizes`: with padding.
 
-    rows: [size] int64, the batch's row of each row of the block; None where these are contiguous
-    from `first` on. real_indices: [real rows] int64, the block's rows that are not padding; None
-    without padding. real_rows: `rows` without the padding.
+    rows: [size] int64, the batch's row of each row of the block; None if these are contiguous from
+    `first` on. real_indices: [real rows] int64, the block's rows that are not padding; None without
+    padding. real_rows: `rows` without the padding.
     """
 
-    parts: tuple[BlockPart, ...]
-    first: int
-    rows: Tensor | None
-    real_indices: Tensor | None = None
-    real_rows: Tensor | None = None
+    __slots__ = ("first", "parts", "real_indices", "real_rows", "rows", "size", "sizes")
 
-    @property
-    def sizes(self) -> list[int]:
-        """The rows of each part, padding included."""
-        return [part.size for part in self.parts]
+    def __init__(
+        self,
+        parts: tuple[BlockPart, ...],
+        first: int,
+        rows: Tensor | None,
+        real_indices: Tensor | None = None,
+        real_rows: Tensor | None = None,
+    ) -> None:
+        self.parts, self.first, self.rows = parts, first, rows
+        self.real_indices, self.real_rows = real_indices, real_rows
+        self.sizes = [part.size for part in parts]
+        self.size = sum(self.sizes)
 
-    @property
-    def size(self) -> int:
-        """The rows of all parts, padding included."""
-        return sum(self.sizes)
+    def read(self, x: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+        """Return the block's rows of x [tokens, columns] in `dtype`: a view, or a scratch copy."""
+        if self.rows is None:
+            rows = x[self.first : self.first + self.size]
+            return rows if x.dtype == dtype else scratch.copy_of("x", rows, dtype)
+        if x.dtype != dtype:
+            return scratch.copy_of("x", x.index_select(0, self.rows), dtype)
+        shape = (self.size, x.shape[1])
+        return torch.index_select(x, 0, self.rows, out=scratch.take("x", shape, dtype))
+
+    def add(self, y: Tensor, delta: Tensor) -> None:
+        """Compute `y[block's rows] += delta`; y: [tokens, columns], delta: [size, columns]."""
+        if self.real_indices is not None:
+            delta = torch.index_select(delta, 0, self.real_indices)
+        if delta.dtype != y.dtype:
+            delta = delta.to(y.dtype)
+        if self.rows is None:
+            y[self.first : self.first + self.size] += delta
+        else:
+            y.index_add_(0, self.rows if self.real_rows is None else self.real_rows, delta)
 
 
 class Tiling(NamedTuple):
-    """Runs and blocks that together contain every row of every group once."""
+    """Blocks that together have every row once of the groups whose ranks are not all 0.
 
-    runs: tuple[RowRun, ...]
-    blocks: tuple[Block, ...]
+    `looped`: one product per part. `batched`: one product for all parts, which have the same ranks
+    and equal sizes.
+    """
+
+    looped: tuple[Block, ...]
+    batched: tuple[Block, ...] = ()
+
+
+Ranks = tuple[tuple[int, ...], ...]
+"""For each group of a batch, its adapter's rank in each slice of a layer; 0 if it lacks the slice.
+"""
 
 
 class SlotRows(NamedTuple):
@@ -93,28 +110,39 @@ class SlotRows(NamedTuple):
 
 
 class BatchTiler:
-    """Tilings of recent batches, computed once per mapping and shared by all layers.
+    """Tilings of the latest batch's groups, computed once and shared by layers with equal ranks.
 
-    With `batch_invariant` every part has the same number of rows, so that a row's sums don't depend
-    on the rest of the batch.
+    With `batch_invariant` every product has the same number of rows, so that a row's sums don't
+    depend on the rest of the batch.
     """
 
     def __init__(self, batch_invariant: bool) -> None:
         self.batch_invariant = batch_invariant
-        # A batch has two mappings, of tokens and of sampled rows, and layers may have two dtypes.
-        self._tilings: deque[tuple[Groups, int, Tiling]] = deque(maxlen=4)
+        # A batch has two mappings: of tokens and of sampled rows.
+        self._recent: list[tuple[Groups, dict[tuple[Ranks, bool, int], Tiling]]] = []
 
-    def __call__(self, groups: Groups, long_rows: int = LONG_ROWS) -> Tiling:
-        """Return the tiling of `groups`, which is stored and compared by identity.
+    def __call__(self, groups: Groups, ranks: Ranks, in_place: bool, long_rows: int) -> Tiling:
+        """Return the tiling of `groups` for a layer with these ranks.
 
-        With `batch_invariant` no group is long.
+        `in_place`: contiguous rows are neither gathered nor converted, so there may be any number
+        of them in a block.
         """
-        for known, known_rows, tiling in self._tilings:
-            if known is groups and (known_rows == long_rows or self.batch_invariant):
-                return tiling
-        tiling = tile_padded(groups) if self.batch_invariant else tile_by_length(groups, long_rows)
-        self._tilings.append((groups, long_rows, tiling))
-        return tiling
+        tilings = self._tilings_of(groups)
+        key = (ranks, in_place, long_rows)
+        if key not in tilings:
+            spans = [span for span, own in zip(groups.spans, ranks, strict=True) if any(own)]
+            if self.batch_invariant:
+                tilings[key] = Tiling(padded_blocks(groups, spans))
+            else:
+                tilings[key] = tile(groups, ranks, in_place, long_rows)
+        return tilings[key]
+
+    def _tilings_of(self, groups: Groups) -> dict[tuple[Ranks, bool, int], Tiling]:
+        for known, tilings in self._recent:
+            if known is groups:
+                return tilings
+        self._recent = [*self._recent[-1:], (groups, {})]
+        return self._recent[-1][1]
 
     def product_rows(self, groups: Groups) -> int:
         """Return the most rows of any group's product."""
@@ -123,7 +151,8 @@ class BatchTiler:
     def slot_rows(self, groups: Groups) -> list[SlotRows]:
         """Return the rows of `groups` by slot, for operations that process one slot at a time."""
         if self.batch_invariant:
-            return [rows for block in self(groups).blocks for rows in _slot_rows(block)]
+            blocks = padded_blocks(groups, groups.spans)
+            return [rows for block in blocks for rows in _slot_rows(block)]
         return [
             SlotRows(span.slot, rows, rows)
             for span in groups.spans
@@ -132,32 +161,44 @@ class BatchTiler:
 
 
 def min_long_rows(dtype: torch.dtype) -> int:
-    """Return the least rows of a long group where products are computed in `dtype`."""
+    """Return the least rows of a long group if products are computed in `dtype`."""
     return LONG_ROWS_BFLOAT16 if dtype == torch.bfloat16 else LONG_ROWS
 
 
-def tile_by_length(groups: Groups, long_rows: int = LONG_ROWS) -> Tiling:
-    """Return runs for groups of at least `long_rows` rows, and blocks for shorter ones."""
-    long = [span for span in groups.spans if span.end - span.start >= long_rows]
-    short = [span for span in groups.spans if span.end - span.start < long_rows]
-    runs = tuple(run for span in long for run in _row_runs(groups, span))
-    return Tiling(runs, tuple(blocks_of_short_groups(groups, short)))
+def tile(groups: Groups, ranks: Ranks, in_place: bool, long_rows: int) -> Tiling:
+    """Divide a batch; short groups of equal ranks and similar sizes are batched."""
+    long: list[SlotSpan] = []
+    short: list[SlotSpan] = []
+    classes: dict[tuple[object, ...], list[SlotSpan]] = defaultdict(list)
+    for span, own in zip(groups.spans, ranks, strict=True):
+        size = span.end - span.start
+        if size >= long_rows:
+            long.append(span)
+        elif any(own):
+            classes[own, max(_SIMILAR_ROWS, next_power_of_two(size))].append(span)
+    batched: list[Block] = []
+    for spans in classes.values():
+        if len(spans) < BATCHED_GROUPS_MIN:
+            short += spans
+        else:
+            batched += map(equal_parts, blocks_of(groups, spans))
+    looped = [block for span in long for block in _blocks_of_long(groups, span, in_place)]
+    return Tiling((*looped, *blocks_of(groups, sorted(short))), tuple(batched))
 
 
-def tile_padded(groups: Groups) -> Tiling:
+def padded_blocks(groups: Groups, spans: Sequence[SlotSpan]) -> tuple[Block, ...]:
     """Return blocks whose parts all have `PADDED_ROWS` rows; padding repeats a part's last row."""
     parts = [
-        _unpadded_part(span.slot, min(PADDED_ROWS, span.end - start))
-        for span in groups.spans
+        SlotSpan(span.slot, start, min(start + PADDED_ROWS, span.end))
+        for span in spans
         for start in range(span.start, span.end, PADDED_ROWS)
     ]
-    blocks, start, parts_max = [], 0, BLOCK_ROWS // PADDED_ROWS
-    for index in range(0, len(parts), parts_max):
-        block_parts = tuple(parts[index : index + parts_max])
-        size = sum(part.size for part in block_parts)
-        blocks.append(_padded_block(block_parts, groups.rows[start : start + size], PADDED_ROWS))
-        start += size
-    return Tiling((), tuple(blocks))
+    parts_max = BLOCK_ROWS // PADDED_ROWS
+    return tuple(
+        _padded_block(_parts_of(own), _rows_of(groups, own), PADDED_ROWS)
+        for index in range(0, len(parts), parts_max)
+        if (own := parts[index : index + parts_max])
+    )
 
 
 def equal_parts(block: Block) -> Block:
@@ -175,16 +216,63 @@ def block_rows(block: Block) -> Tensor:
     return block.rows
 
 
+def blocks_of(groups: Groups, spans: Sequence[SlotSpan]) -> list[Block]:
+    """Return blocks of whole groups, each filled up to `BLOCK_ROWS` rows."""
+    blocks: list[list[SlotSpan]] = []
+    size = BLOCK_ROWS
+    for span in spans:
+        count = span.end - span.start
+        if size + count > BLOCK_ROWS:
+            blocks.append([])
+            size = 0
+        blocks[-1].append(span)
+        size += count
+    return [_block_of(groups, own) for own in blocks]
+
+
+def _block_of(groups: Groups, spans: Sequence[SlotSpan]) -> Block:
+    rows, parts = _rows_of(groups, spans), _parts_of(spans)
+    first = int(rows[0])
+    if torch.equal(rows, torch.arange(first, first + len(rows))):
+        return Block(parts, first, None)
+    return Block(parts, 0, rows)
+
+
+def _blocks_of_long(groups: Groups, span: SlotSpan, in_place: bool) -> list[Block]:
+    """Return contiguous runs of rows if they are long on average, else gathered blocks."""
+    rows = groups.rows[span.start : span.end]
+    breaks = (rows[1:] - rows[:-1] != 1).nonzero().flatten() + 1
+    if (len(breaks) + 1) * LONG_ROWS > len(rows):
+        return [Block(_parts(span.slot, len(own)), 0, own) for own in torch.split(rows, BLOCK_ROWS)]
+    edges = [0, *breaks.tolist(), len(rows)]
+    firsts = rows[edges[:-1]].tolist()
+    runs = [(first, b - a) for first, (a, b) in zip(firsts, pairwise(edges), strict=True)]
+    rows_max = len(rows) if in_place else BLOCK_ROWS
+    return [
+        Block(_parts(span.slot, min(rows_max, first + size - start)), start, None)
+        for first, size in runs
+        for start in range(first, first + size, rows_max)
+    ]
+
+
+def _rows_of(groups: Groups, spans: Sequence[SlotSpan]) -> Tensor:
+    return torch.cat([groups.rows[span.start : span.end] for span in spans])
+
+
+def _parts_of(spans: Sequence[SlotSpan]) -> tuple[BlockPart, ...]:
+    return tuple([part for span in spans for part in _parts(span.slot, span.end - span.start)])
+
+
+def _parts(slot: int, size: int) -> tuple[BlockPart, ...]:
+    return (BlockPart(slot, size, size),)
+
+
 def _slot_rows(block: Block) -> list[SlotRows]:
     rows = block_rows(block).split_with_sizes(block.sizes)
     return [
         SlotRows(part.slot, reads, reads[: part.real_size])
         for part, reads in zip(block.parts, rows, strict=True)
     ]
-
-
-def _unpadded_part(slot: int, size: int) -> BlockPart:
-    return BlockPart(slot, size, size)
 
 
 def _padded_block(parts: tuple[BlockPart, ...], rows: Tensor, part_size: int) -> Block:
@@ -196,46 +284,3 @@ def _padded_block(parts: tuple[BlockPart, ...], rows: Tensor, part_size: int) ->
     real_indices = (indices < counts).flatten().nonzero().flatten()
     padded = tuple(part._replace(size=part_size) for part in parts)
     return Block(padded, 0, rows[sources.flatten()], real_indices, rows)
-
-
-def _row_runs(groups: Groups, span: SlotSpan) -> list[RowRun]:
-    """Return contiguous runs if they are long on average, else gathered blocks of rows."""
-    rows = groups.rows[span.start : span.end]
-    breaks = (rows[1:] - rows[:-1] != 1).nonzero().flatten() + 1
-    if (len(breaks) + 1) * LONG_ROWS > len(rows):
-        return [RowRun(span.slot, 0, 0, gathered) for gathered in torch.split(rows, BLOCK_ROWS)]
-    edges = [0, *breaks.tolist(), len(rows)]
-    sizes = (end - start for start, end in pairwise(edges))
-    firsts = rows[edges[:-1]].tolist()
-    return [
-        RowRun(span.slot, first, first + size, None)
-        for first, size in zip(firsts, sizes, strict=True)
-    ]
-
-
-def blocks_of_short_groups(groups: Groups, spans: Sequence[SlotSpan]) -> list[Block]:
-    """Return blocks of whole groups, each filled up to `BLOCK_ROWS` rows."""
-    blocks: list[Block] = []
-    pending: list[SlotSpan] = []
-    size = 0
-    for span in spans:
-        count = span.end - span.start
-        if pending and size + count > BLOCK_ROWS:
-            blocks.append(_block_of_spans(groups, pending))
-            pending, size = [], 0
-        pending.append(span)
-        size += count
-    return [*blocks, _block_of_spans(groups, pending)] if pending else blocks
-
-
-def _block_of_spans(groups: Groups, spans: list[SlotSpan]) -> Block:
-    start, end = spans[0].start, spans[-1].end
-    size = sum(span.end - span.start for span in spans)
-    rows = groups.rows[start:end]
-    if size != end - start:
-        rows = torch.cat([groups.rows[span.start : span.end] for span in spans])
-    parts = tuple(_unpadded_part(span.slot, span.end - span.start) for span in spans)
-    first = int(rows[0])
-    if torch.equal(rows, torch.arange(first, first + size)):
-        return Block(parts, first, None)
-    return Block(parts, 0, rows)

@@ -1,6 +1,6 @@
 """The operations on experts on a CPU, specified by their references.
 
-Loops over the groups with pairs, or over copies of their weights for each pair, where that takes
+Loops over the groups with pairs, or over copies of their weights for each pair, if that takes
 less time: while decoding most groups have one pair. Weights of experts without pairs are not read.
 """
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from loradock.engine.kernels.checks import check_experts, check_experts_expand, check_experts_shrink
-from loradock.engine.kernels.cpu.costs import BATCHED_PARTS, DEFAULT_COSTS, CostTable
 from loradock.engine.kernels.cpu.scratch import Scratch
 from loradock.engine.kernels.expert_groups import ExpertGroups, ExpertSpan
 from loradock.engine.kernels.operands import LoRAPair, LoRASlices
@@ -20,9 +19,12 @@ from loradock.engine.kernels.threads import threads_for
 _GATHERED_BYTES_MAX: Final = 32 << 20
 """The most bytes of weights that are copied for one product."""
 
-_GROUP_US: Final = 2.0
-_PAIR_US: Final = 0.5
-"""Microseconds next to the products: per group for its views, per pair within a batched product."""
+GATHERED_PAIRS_MAX: Final = 1.5
+GATHERED_PAIRS_MAX_BFLOAT16: Final = 4.0
+"""The most pairs per group for which the weights are copied for each pair.
+
+A call of a bfloat16 product takes ten times as long as one in float32.
+"""
 
 _SlotPairs = list[tuple[ExpertSpan, LoRAPair]]
 """The slots with weights in one slice."""
@@ -31,9 +33,8 @@ _SlotPairs = list[tuple[ExpertSpan, LoRAPair]]
 class CpuExperts:
     """`experts` for one engine; called by one thread at a time."""
 
-    def __init__(self, scratch: Scratch, costs: CostTable = DEFAULT_COSTS) -> None:
+    def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
-        self._costs = costs
 
     def __call__(
         self, ys: Sequence[Tensor], x: Tensor, slices: LoRASlices, groups: ExpertGroups
@@ -60,23 +61,17 @@ class CpuExperts:
     def _gathers(self, active: _SlotPairs, dtype: torch.dtype) -> bool:
         """Whether a copy of the weights for each pair takes less time than a call for each group.
 
-        It does for few pairs per group and small matrices, as in a decode step.
+        It does for few pairs per group, as in a decode step, and needs one rank in all of them.
         """
-        (experts, rank, inputs), outputs = active[0][1].a.shape, active[0][1].b.shape[1]
-        del experts
+        (_, rank, inputs), outputs = active[0][1].a.shape, active[0][1].b.shape[1]
         if any(pair.a.shape[1] != rank for _, pair in active):
             return False
         groups = sum(len(span.experts) for span, _ in active)
         pairs = sum(span.end - span.start for span, _ in active)
         if pairs * rank * (inputs + outputs) * dtype.itemsize > _GATHERED_BYTES_MAX:
             return False
-        costs, rows = self._costs.of(dtype), -(-pairs // groups)
-        looped, gathered = _GROUP_US * groups, _PAIR_US * pairs
-        for one, many, width in zip(costs.looped, costs.batched, (inputs, outputs), strict=True):
-            looped += groups * one.time(rows, rank, width)
-            product = (many.time(1, rank, width) - many.call) / BATCHED_PARTS
-            gathered += pairs * (product + rank * width * costs.stack)
-        return gathered < looped
+        is_half = dtype == torch.bfloat16
+        return pairs <= groups * (GATHERED_PAIRS_MAX_BFLOAT16 if is_half else GATHERED_PAIRS_MAX)
 
     def _multiply_gathered(
         self, x: Tensor, y: Tensor, groups: ExpertGroups, active: _SlotPairs

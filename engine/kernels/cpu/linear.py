@@ -1,113 +1,92 @@
-"""The `linear` operation on a CPU: both products of a layer's delta, by the cheapest strategy.
+"""The `linear` operation on a CPU: both products of a layer's delta, by one of two strategies.
 
-A layer's plan is used only for the mapping and the directory version that it was made for.
+Groups of few rows whose adapters have equal ranks are computed together (`Batched`), all others one
+by one (`Looped`).
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from loradock.engine.kernels.checks import check_linear
-from loradock.engine.kernels.cpu.blocks import BatchTiler, RowRun, min_long_rows
-from loradock.engine.kernels.cpu.costs import (
-    DEFAULT_COSTS,
-    CostTable,
-    LongLayer,
-    Strategy,
-    StrategyChoice,
-    cheapest_dtype,
-    cheapest_strategy,
-)
-from loradock.engine.kernels.cpu.grouped import Grouped
-from loradock.engine.kernels.cpu.layer_block import (
-    LayerBlock,
-    computation_dtypes,
-    layer_block,
-    wide_dtype,
-)
-from loradock.engine.kernels.cpu.long_groups import LongGroups
+from loradock.engine.kernels.cpu.batched import Batched, can_batch
+from loradock.engine.kernels.cpu.blocks import BatchTiler, Block, min_long_rows
+from loradock.engine.kernels.cpu.dtypes import looped_dtype, native_dtype, wide_dtype
+from loradock.engine.kernels.cpu.looped import Looped
 from loradock.engine.kernels.cpu.scratch import Scratch
-from loradock.engine.kernels.operand_memo import OperandMemo
 from loradock.engine.kernels.operands import Groups, LoRASlices
-from loradock.engine.kernels.threads import threads_for
+from loradock.engine.kernels.threads import THREADED_ROWS
 
 
-class _LayerPlan(NamedTuple):
-    """The strategies that compute a layer's delta; `rows`: the most rows of one group's product."""
+class CpuLinearPlan:
+    """One layer's delta for one batch; valid for one version of the directory.
 
-    rows: int
-    strategies: tuple[Strategy | LongGroups, ...]
+    `rows`: the most rows of one group's product.
+    """
+
+    def __init__(self, rows: int, strategies: tuple[Looped | Batched, ...]) -> None:
+        self._rows = rows
+        self._strategies = strategies
+
+    def run(self, y: Tensor, x: Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times the delta of x to y, in place."""
+        # As `threads_for` does, without its three Python calls for each layer of a step.
+        threads = torch.get_num_threads() if self._rows < THREADED_ROWS else 1
+        if threads > 1:
+            torch.set_num_threads(1)
+        try:
+            for strategy in self._strategies:
+                strategy.run(y, x, scale)
+        finally:
+            if threads > 1:
+                torch.set_num_threads(threads)
 
 
 class CpuLinear:
     """`linear` for one engine; called by one thread at a time."""
 
-    def __init__(
-        self, tiler: BatchTiler, scratch: Scratch, costs: CostTable = DEFAULT_COSTS
-    ) -> None:
-        self._costs = costs
+    def __init__(self, tiler: BatchTiler, scratch: Scratch) -> None:
         self._tiler = tiler
         self._scratch = scratch
-        self._plans: OperandMemo[_LayerPlan] = OperandMemo()
-        self._choices: dict[tuple[object, ...], StrategyChoice] = {}
-        self._chosen_for: Groups | None = None
 
     def __call__(
         self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
     ) -> None:
         """Compute as `linear_reference` does."""
-        plan = self._plans.get(y, x, slices, groups)
-        if plan is None:
-            check_linear(y, x, slices, groups)
-            plan = self._plan(x, slices, groups)
-            self._plans.set(y, x, slices, groups, plan)
-        with threads_for(plan.rows):
-            for strategy in plan.strategies:
-                strategy.run(y, x, scale)
+        self.plan(y, x, slices, groups).run(y, x, scale)
 
-    def _plan(self, x: Tensor, slices: LoRASlices, groups: Groups) -> _LayerPlan:
-        strategies: list[Strategy | LongGroups] = []
-        dtype = computation_dtypes(x.dtype, slices.directory.data.dtype)[0]
-        runs, blocks = self._tiler(groups, min_long_rows(dtype))
-        if runs:
-            strategies.append(self._long_groups(runs, x.dtype, slices))
-        for block in blocks:
-            layer = layer_block(slices, block, x.dtype)
-            if layer is not None:
-                strategy, dtype = self._choose(layer, groups)
-                strategies.append(strategy(layer, dtype, self._scratch))
-        return _LayerPlan(self._tiler.product_rows(groups), tuple(strategies))
+    def plan(self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> CpuLinearPlan:
+        """Check the operands, and return the plan for all of these shapes, strides and dtypes."""
+        check_linear(y, x, slices, groups)
+        strategies = self._strategies(x.dtype, slices, groups)
+        return CpuLinearPlan(self._tiler.product_rows(groups), tuple(strategies))
 
-    def _long_groups(
-        self, runs: tuple[RowRun, ...], activation_dtype: torch.dtype, slices: LoRASlices
-    ) -> LongGroups:
-        """Return the strategy for long groups, in the dtype that is the cheapest."""
-        ranks = [
-            tuple([0 if pair is None else len(pair.a) for pair in slices.pairs(run.slot)])
-            for run in runs
-        ]
-        layer = LongLayer(
-            activation_dtype,
-            slices.directory.data.dtype,
-            slices.in_features,
-            tuple(slices.out_features),
-            tuple(zip([run.size for run in runs], ranks, strict=True)),
-        )
-        dtype = cheapest_dtype(layer, self._costs)
-        return LongGroups(runs, slices, activation_dtype, dtype, self._scratch)
-
-    def _choose(self, layer: LayerBlock, groups: Groups) -> StrategyChoice:
-        """Return the cheapest strategy, computed once for layers with equal signatures.
-
-        With `batch_invariant` only one strategy is used, even where another is cheaper.
-        """
+    def _strategies(
+        self, activation_dtype: torch.dtype, slices: LoRASlices, groups: Groups
+    ) -> list[Looped | Batched]:
+        weight_dtype = slices.directory.data.dtype
+        native = native_dtype(activation_dtype, weight_dtype)
+        in_place = activation_dtype == weight_dtype == native
+        ranks = tuple([slices.ranks(span.slot) for span in groups.spans])
+        tiling = self._tiler(groups, ranks, in_place, min_long_rows(native))
         if self._tiler.batch_invariant:
-            return Grouped, wide_dtype(layer.activation_dtype, layer.weight_dtype)
-        if self._chosen_for is not groups:
-            self._chosen_for = groups
-            self._choices.clear()
-        key = layer.signature
-        if key not in self._choices:
-            self._choices[key] = cheapest_strategy(layer, self._costs)
-        return self._choices[key]
+            wide = wide_dtype(activation_dtype, weight_dtype)
+            return [
+                Looped(block, slices, activation_dtype, wide, self._scratch)
+                for block in tiling.looped
+            ]
+        looped, strategies = list(tiling.looped), list[Looped | Batched]()
+        for block in tiling.batched:
+            if can_batch(block, slices, native):
+                strategies.append(Batched(block, slices, native, self._scratch))
+            else:
+                looped.append(block)
+        for block in looped:
+            dtype = looped_dtype(native, max(block.sizes), _weights_max(block, slices))
+            strategies.append(Looped(block, slices, activation_dtype, dtype, self._scratch))
+        return strategies
+
+
+def _weights_max(block: Block, slices: LoRASlices) -> int:
+    """Return the weights of the largest A or B of the block's adapters."""
+    rank = max(rank for part in block.parts for rank in slices.ranks(part.slot))
+    return rank * max(slices.in_features, *slices.out_features)

@@ -34,11 +34,15 @@ class Scratch:
             self._views[use, shape, dtype] = view
         return view
 
+    def copy_of(self, use: str, matrix: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy in `dtype`, valid until the next call with the same use."""
+        return self.take(use, tuple(matrix.shape), dtype).copy_(matrix)
+
     def transposed(self, use: str, matrix: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the transpose in `dtype`; a conversion is valid until the next of the same use."""
         if matrix.dtype == dtype:
             return matrix.T
-        return self.take(use, tuple(matrix.shape), dtype).copy_(matrix).T
+        return self.copy_of(use, matrix, dtype).T
 
     def _buffer(self, use: str, size: int, dtype: torch.dtype) -> Tensor:
         buffer = self._buffers.get((use, dtype))

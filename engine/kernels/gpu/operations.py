@@ -5,9 +5,9 @@ so that they can be captured in a graph.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,13 +44,13 @@ from loradock.engine.kernels.gpu.tile_configs import (
     LOOKUP,
     ExpertsConfig,
     LinearConfig,
+    ShrinkConfig,
     TileConfigs,
     configs_for,
     experts_regime_of,
     regime_of,
 )
 from loradock.engine.kernels.interface import Kernels
-from loradock.engine.kernels.operand_memo import OperandMemo
 from loradock.engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
 Output = TypeVar("Output", bound=Tensor | Sequence[Tensor])
@@ -68,6 +68,7 @@ def triton_kernels(batch_invariant: bool) -> Kernels:
         experts=on_device_of_output(operations.experts),
         experts_shrink=on_device_of_output(operations.experts_shrink),
         experts_expand=on_device_of_output(operations.experts_expand),
+        plan_linear=operations.plan_linear,
     )
 
 
@@ -81,18 +82,47 @@ def on_device_of_output(
 
     def launch(y: Output, /, *others: Others.args, **named: Others.kwargs) -> None:
         device = y.device if isinstance(y, Tensor) else y[0].device
-        # Triton's interpreter runs on the CPU.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with _current(device):
             operation(y, *others, **named)
 
     return launch
 
 
-class _LinearLaunch(NamedTuple):
-    """The operands and tile configuration of a linear operation for one layer and batch."""
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    # Triton's interpreter runs on the CPU.
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    operands: LayerOperands
-    config: LinearConfig
+
+class TritonLinearPlan:
+    """A layer's launches for one batch; the tables' addresses don't change between its runs."""
+
+    def __init__(
+        self,
+        operands: LayerOperands,
+        groups: Groups,
+        config: LinearConfig,
+        workspace: Workspace,
+    ) -> None:
+        self._operands, self._groups, self._config = operands, groups, config
+        self._workspace = workspace
+        self._parts_shape = _parts_shape(config.shrink, operands, groups.tokens, groups.bounds)
+        self._device = operands.tables[0].device
+
+    def run(self, y: Tensor, x: Tensor, scale: float = 1.0) -> None:
+        """Launch the kernels on the device of the weights."""
+        if not self._groups.tokens:
+            return
+        with _current(self._device):
+            self._launch(y, x, scale)
+
+    def _launch(self, y: Tensor, x: Tensor, scale: float) -> None:
+        operands, groups, config = self._operands, self._groups, self._config
+        if config.fused is not None:
+            launch_fused(y, x, operands, groups, scale, config.fused)
+            return
+        parts = self._workspace.take(self._parts_shape, self._device)
+        launch_shrink(parts, x, operands, groups, scale, config.shrink)
+        launch_expand(y, parts, operands, groups, config.expand)
 
 
 class TritonOperations:
@@ -103,7 +133,6 @@ class TritonOperations:
         self._batch_invariant = batch_invariant
         self._configs = configs
         self._cache = LayerOperandCache()
-        self._launches: OperandMemo[_LinearLaunch] = OperandMemo()
         self._workspace = Workspace()
 
     def shrink(
@@ -144,25 +173,16 @@ class TritonOperations:
         self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
     ) -> None:
         """Compute as `linear_reference` does."""
-        launch = self._launches.get(y, x, slices, groups)
-        if launch is None:
-            check_linear(y, x, slices, groups)
-            operands = self._operands_of(x, slices, groups.bounds)
-            launch = _LinearLaunch(operands, self._linear_config(x, groups))
-            self._launches.set(y, x, slices, groups, launch)
-        if groups.tokens:
-            self._launch_linear(y, x, groups, scale, launch)
+        self.plan_linear(y, x, slices, groups).run(y, x, scale)
 
-    def _launch_linear(
-        self, y: Tensor, x: Tensor, groups: Groups, scale: float, launch: _LinearLaunch
-    ) -> None:
-        operands, config = launch
-        if config.fused is not None:
-            launch_fused(y, x, operands, groups, scale, config.fused)
-            return
-        parts = self._take_parts(config.shrink.splits, operands, groups.tokens, groups.bounds)
-        launch_shrink(parts, x, operands, groups, scale, config.shrink)
-        launch_expand(y, parts, operands, groups, config.expand)
+    def plan_linear(
+        self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups
+    ) -> TritonLinearPlan:
+        """Check the operands, and return the plan of `linear` for all like them."""
+        check_linear(y, x, slices, groups)
+        operands = self._operands_of(x, slices, groups.bounds)
+        config = self._linear_config(x, groups)
+        return TritonLinearPlan(operands, groups, config, self._workspace)
 
     def embedding(
         self, y: Tensor, token_ids: Tensor, slices: LoRASlices, groups: Groups, scale: float
@@ -186,7 +206,8 @@ class TritonOperations:
         config = self._experts_config(x, groups)
         if not len(groups.pairs):
             return
-        parts = self._take_parts(config.shrink.splits, operands, len(groups.pairs), groups.bounds)
+        shape = _parts_shape(config.shrink, operands, len(groups.pairs), groups.bounds)
+        parts = self._workspace.take(shape, x.device)
         launch_experts_shrink(parts, x, operands, groups, config.shrink)
         launch_experts_expand(ys, parts, operands, groups, config.expand)
 
@@ -216,13 +237,6 @@ class TritonOperations:
         if len(groups.pairs):
             launch_experts_expand(ys, x[None], operands, groups, config)
 
-    def _take_parts(
-        self, splits: int, operands: LayerOperands, rows: int, bounds: GroupBounds
-    ) -> Tensor:
-        """Return scratch memory for a shrink: [splits, slices, rows, at least bounds.rank]."""
-        shape = (splits, operands.slice_count, rows, _padded_rank(bounds))
-        return self._workspace.take(shape, operands.tables[0].device)
-
     def _operands_of(self, rows: Tensor, slices: LoRASlices, bounds: GroupBounds) -> LayerOperands:
         operands = self._cache.operands_of(slices)
         check_operands(operands, rows, self._cache.max_rank(slices), bounds)
@@ -243,6 +257,13 @@ def _device_configs(device: torch.device) -> TileConfigs:
     return configs_for(
         torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     )
+
+
+def _parts_shape(
+    config: ShrinkConfig, operands: LayerOperands, rows: int, bounds: GroupBounds
+) -> tuple[int, int, int, int]:
+    """Return the shape of a shrink's scratch memory: [splits, slices, rows, >= bounds.rank]."""
+    return (config.splits, operands.slice_count, rows, _padded_rank(bounds))
 
 
 def _padded_rank(bounds: GroupBounds) -> int:

@@ -57,6 +57,8 @@ class ImagePunicaWrapper(PunicaWrapper):
             nothing = torch.empty(0, dtype=torch.int64)
             slots = self._slots_of_rows(rows)
             self._latest = self.grouper.group(slots, nothing, self._slots_max).tokens
+            # On a device the tables of the groups before were overwritten.
+            self.batch = object()
         return self._latest if self._latest.spans else None
 
     def _group(self, token_slots: Tensor, prompt_slots: Tensor, slots_max: int) -> None:

@@ -72,7 +72,7 @@ def test_a_layer_of_another_kind_is_refused(name: str) -> None:
         kernels.linear(torch.zeros(3, 6), GOOD_X, EMBEDDING.slices, groups, 1.0)
     with pytest.raises(ValueError, match="embedding: the layer's kind is"):
         kernels.embedding(GOOD_Y, IDS, LINEAR.slices, groups, 1.0)
-    with pytest.raises(ValueError, match="expand: offset is -1"):
+    with pytest.raises(ValueError, match="expand: offset must be at least 0, got -1"):
         kernels.expand(GOOD_Y, BUFFER, LINEAR.slices, groups, -1, True)
 
 

@@ -1,6 +1,8 @@
 """The choice of wrappers, and one layer's weights by themselves."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 import pytest
 import torch
@@ -180,6 +182,52 @@ def test_set_and_reset_change_one_layer_and_one_slot(punica: PunicaWrapper) -> N
     layers[0].reset_lora(SLOTS - 1)
     assert torch.equal(layers[0](x), base[0])
     arena.check()
+
+
+@torch.no_grad()
+def test_a_plan_is_kept_until_something_that_it_depends_on_changes(punica: PunicaWrapper) -> None:
+    layer = bound(ReplicatedLinearWithLoRA(nn.Linear(4, 3)), arena_for((4, 3)), [0], punica)
+    arena = layer._bound()
+    layer.set_lora(0, torch.randn(2, 4), torch.randn(3, 2))
+    punica.update_metadata(LoRAMapping([5, 0], [5, 0]), [5])
+
+    def plan(rows: int = 2, dtype: torch.dtype = torch.float32) -> object:
+        x = torch.randn(rows, 4, dtype=dtype)
+        return layer.plan(torch.zeros(rows, 3, dtype=dtype), x, punica, arena)
+
+    first, half = plan(), plan(dtype=torch.bfloat16)
+    assert first is not half
+    assert (plan(), plan(dtype=torch.bfloat16)) == (first, half)
+    with punica.only_row(0):
+        assert plan() is not first
+    assert plan() is first
+    punica.update_metadata(LoRAMapping([5, 0], [5, 0]), [5])
+    assert plan() is first
+    punica.update_metadata(LoRAMapping([0, 5], [0, 5]), [5])
+    second = plan()
+    assert second is not first
+    layer.reset_lora(0)
+    assert plan() is not second
+
+
+@torch.no_grad()
+def test_a_planned_step_makes_few_python_calls(punica: PunicaWrapper) -> None:
+    layer = bound(ReplicatedLinearWithLoRA(nn.Linear(4, 3)), arena_for((4, 3)), [0], punica)
+    layer.set_lora(0, torch.randn(2, 4), torch.randn(3, 2))
+    punica.update_metadata(LoRAMapping([5], [5]), [5])
+    x, calls = torch.randn(1, 4), list[str]()
+    layer(x)
+
+    def count(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(count)
+    try:
+        layer.forward(x)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 12, calls
 
 
 @torch.no_grad()

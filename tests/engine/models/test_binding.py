@@ -1,81 +1,78 @@
-"""The kernels of a model: calibrated where that pays, and with one choice on all ranks."""
+"""The weights of a model: packed in large ones, and with one choice on all ranks."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from loradock.engine.config import LoRAConfig
-from loradock.engine.kernels import Calibration, Kernels
-from loradock.engine.kernels.cpu.calibration import ProductSpeeds
-from loradock.engine.kernels.cpu.costs import DEFAULT_COSTS
+from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.kernels.packed_linear import PackedWeight
+from loradock.engine.layers import LogitsProcessorWithLoRA, ReplicatedLinearWithLoRA
 from loradock.engine.models import binding
+from loradock.engine.models.binding import bind_lora
+from loradock.engine.models.loading import load_model
 from loradock.engine.parallel import SINGLE
-from tests.support.kernels.way_times import way_times
 from tests.support.parallel.threads import RANKS, on_all_ranks
+
+pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 LARGE = nn.Linear(4096, 4097, device="meta")
 SMALL = nn.Linear(8, 8)
-TWO_SLOTS = LoRAConfig(max_loras=2)
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
-    """Record the measurements, each of which has other constants."""
-    found: list[Calibration] = []
-    numbers = itertools.count(1)
-
-    def measure() -> Calibration:
-        costs = DEFAULT_COSTS._replace(convert_call=float(next(numbers)))
-        found.append(Calibration(costs, ProductSpeeds(way_times(9.0, {16: 1.0}), 2.0, 3.0)))
-        return found[-1]
-
-    monkeypatch.setattr(binding, "calibration", measure)
-    return found
-
-
-def kernels_of(model: nn.Module, group: object, config: LoRAConfig = TWO_SLOTS) -> Kernels:
-    served = SimpleNamespace(model=model, group=group, device=torch.device("cpu"))
-    return binding._kernels_of(served, config)
-
-
-def test_a_large_model_is_calibrated(measured: list[Calibration]) -> None:
-    """It may be any module, without a config."""
-    kernels = kernels_of(LARGE, SINGLE)
-    assert kernels.linear._costs == measured[0].costs
-    assert kernels.base_linear is not None
-
-
-@pytest.mark.parametrize(
-    ("model", "config"), [(SMALL, TWO_SLOTS), (LARGE, LoRAConfig(batch_invariant=True))]
-)
-def test_a_small_or_batch_invariant_one_is_not(
-    model: nn.Module, config: LoRAConfig, measured: list[Calibration]
-) -> None:
-    kernels = kernels_of(model, SINGLE, config)
-    assert kernels.linear._costs == DEFAULT_COSTS
-    assert kernels.base_linear is None
-    assert measured == []
-
-
-def test_the_products_of_a_quantised_model_are_its_own(measured: list[Calibration]) -> None:
-    model = nn.Linear(4096, 4097, device="meta")
-    model.config = SimpleNamespace(quantization_config=SimpleNamespace())
-    kernels = kernels_of(model, SINGLE)
-    assert kernels.linear._costs == measured[0].costs
-    assert kernels.base_linear is None
+def test_a_weight_that_several_layers_read_is_not_packed() -> None:
+    embedding, own = nn.Embedding(9, 8), nn.Linear(8, 8)
+    head = nn.Linear(8, 9, bias=False)
+    head.weight = embedding.weight
+    layers = {"own": ReplicatedLinearWithLoRA(own), "head": LogitsProcessorWithLoRA(head)}
+    model = nn.ModuleList([embedding, *layers.values()])
+    binding._pack_weights(SimpleNamespace(model=model, layers=layers))
+    assert isinstance(own.weight, PackedWeight)
+    assert head.weight is embedding.weight
+    assert not isinstance(head.weight, PackedWeight)
 
 
 @pytest.mark.parametrize("leading", [LARGE, SMALL])
 @pytest.mark.parametrize("following", [LARGE, SMALL])
-def test_all_ranks_use_the_constants_of_rank_0(
-    leading: nn.Module, following: nn.Module, measured: list[Calibration]
+def test_all_ranks_pack_if_the_part_of_rank_0_is_large(
+    leading: nn.Module, following: nn.Module
 ) -> None:
     """Their parts of a model may be on either side of the least size."""
-    made = on_all_ranks(lambda group: kernels_of(following if group.rank else leading, group))
-    costs = measured[0].costs if leading is LARGE else DEFAULT_COSTS
-    assert [kernels.linear._costs for kernels in made] == [costs] * RANKS
-    assert {kernels.base_linear is None for kernels in made} == {leading is SMALL}
-    assert len(measured) == int(leading is LARGE)
+
+    def packs(group: object) -> bool:
+        model = following if getattr(group, "rank", 0) else leading
+        return binding._packs_weights(SimpleNamespace(model=model, group=group))
+
+    assert on_all_ranks(packs) == [leading is LARGE] * RANKS
+    assert packs(SINGLE) == (leading is LARGE)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_model_computes_the_same_with_packed_weights(
+    engine_config: EngineConfig,
+    lora_config: LoRAConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_invariant: bool,
+) -> None:
+    prepared_model = load_model(engine_config, lora_config)
+    config = LoRAConfig(max_lora_rank=16, max_loras=2, batch_invariant=batch_invariant)
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+
+    def logits() -> torch.Tensor:
+        cache = prepared_model.new_cache([5])
+        return prepared_model.forward(tokens, cache)
+
+    before = logits()
+    monkeypatch.setattr(binding, "PACKED_BYTES_MIN", 0)
+    weights = {name: one.clone() for name, one in prepared_model.model.named_parameters()}
+    bind_lora(prepared_model, config, 1 << 20)
+    packed = [
+        name
+        for name, one in prepared_model.model.named_parameters()
+        if isinstance(one, PackedWeight)
+    ]
+    assert bool(packed) == (not batch_invariant)
+    torch.testing.assert_close(logits(), before)
+    for name, one in prepared_model.model.named_parameters():
+        assert torch.equal(one, weights[name])

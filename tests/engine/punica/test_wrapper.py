@@ -247,7 +247,7 @@ def test_rows_in_an_order_of_the_model_itself_have_one_adapter_or_none() -> None
     a, b = weights[0, 0]
     assert torch.allclose(y, x @ a.T @ b.T, atol=1e-5)
     punica.update_metadata(LoRAMapping([7, 0, 8], [7, 0, 8]), [7, 8])
-    with pytest.raises(ValueError, match="a batch of their own"):
+    with pytest.raises(ValueError, match="a separate batch"):
         punica.add_lora_linear(y, x, operands)
 
 
@@ -263,7 +263,7 @@ def test_rows_in_the_second_dimension_have_their_own_adapters() -> None:
         a, b = weights[slot, 0]
         assert torch.allclose(y[:, row], x[:, row] @ a.T @ b.T, atol=1e-5)
     assert (y[:, 1] == 0).all()
-    with pytest.raises(ValueError, match="a batch of their own"):
+    with pytest.raises(ValueError, match="a separate batch"):
         punica.add_lora_linear(y.view(9, 4), x.reshape(9, 5), operands)
     with punica.only_row(2):
         punica.add_lora_linear(y[:, :1].reshape(3, 4), x[:, :1], operands)

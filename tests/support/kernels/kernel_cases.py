@@ -111,7 +111,7 @@ def run_on_device(kernels: Kernels, device: str = "cuda") -> Kernels:
     names = ("shrink", "expand", "linear", "embedding")
     replaced = {name: on_device(name) for name in names}
     replaced |= {name: experts_on_device(name) for name in ("experts", "experts_expand")}
-    return kernels._replace(**replaced, experts_shrink=experts_shrink)
+    return kernels._replace(**replaced, experts_shrink=experts_shrink, plan_linear=None)
 
 
 def move(tensor: Tensor, device: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The CPU implementation's own parts: strategies, blocks, scratch memory and the choice."""
+"""The CPU implementation's own parts: its two strategies, blocks and scratch memory."""
 
 from random import Random
 
@@ -8,34 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loradock.engine.kernels.cpu.batched import Batched, can_batch
 from loradock.engine.kernels.cpu.blocks import (
+    BATCHED_GROUPS_MIN,
     BLOCK_ROWS,
     LONG_ROWS,
     PADDED_ROWS,
     BatchTiler,
     Block,
     BlockPart,
+    Ranks,
+    Tiling,
     block_rows,
+    blocks_of,
     equal_parts,
     min_long_rows,
-    tile_by_length,
-    tile_padded,
+    padded_blocks,
+    tile,
 )
-from loradock.engine.kernels.cpu.costs import Strategy, cheapest_strategy, estimate
-from loradock.engine.kernels.cpu.dense import Dense
-from loradock.engine.kernels.cpu.gathered import Gathered
-from loradock.engine.kernels.cpu.grouped import Grouped
-from loradock.engine.kernels.cpu.layer_block import (
-    LayerBlock,
-    SliceWeights,
-    computation_dtypes,
-    layer_block,
-)
+from loradock.engine.kernels.cpu.dtypes import CONVERTED_MAX, looped_dtype, native_dtype
 from loradock.engine.kernels.cpu.linear import CpuLinear
+from loradock.engine.kernels.cpu.looped import Looped
 from loradock.engine.kernels.cpu.scratch import Scratch
-from loradock.engine.kernels.operands import Groups, LoRAPair
+from loradock.engine.kernels.directory import SlotDirectory
+from loradock.engine.kernels.operands import LoRASlices
 from tests.support.kernels.kernel_cases import (
     ERRORS_MAX,
+    Case,
     Shape,
     error_of,
     expected_output,
@@ -45,155 +44,153 @@ from tests.support.kernels.kernel_cases import (
     mixed_rows,
 )
 
-
-def blocks_of(groups: Groups) -> list[Block]:
-    """Return all of a batch's rows in blocks that strategies accept, including long groups."""
-    runs, blocks = tile_by_length(groups)
-    return [
-        *blocks,
-        *(Block((BlockPart(run.slot, run.size, run.size),), run.first, run.rows) for run in runs),
-    ]
-
-
-def dtypes_of(layer: LayerBlock) -> list[torch.dtype]:
-    return computation_dtypes(layer.activation_dtype, layer.weight_dtype)
-
-
 UNEQUAL = Shape(33, (7, 50, 1), 5, (1, 3, 8, 24))
 EQUAL = Shape(130, (24, 100), 5, (16,), 0.0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+Strategy = Looped | Batched
+
+
+def strategies_of(case: Case, block: Block, dtype: torch.dtype) -> dict[str, Strategy]:
+    """Return every strategy for a block, in every dtype that it is computed in."""
+    native = native_dtype(dtype, dtype)
+    found: dict[str, Strategy] = {
+        f"looped {computed}": Looped(block, case.slices, dtype, computed, Scratch())
+        for computed in {native, looped_dtype(native, 1, 1)}
+    }
+    ranks = {case.slices.ranks(part.slot) for part in block.parts}
+    if len(ranks) == 1:
+        found["batched"] = Batched(equal_parts(block), case.slices, native, Scratch())
+    return found
+
+
 @pytest.mark.parametrize("shape", [UNEQUAL, EQUAL], ids=["unequal ranks", "equal ranks"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("strategy", [Grouped, Dense, Gathered])
-def test_every_strategy_is_right_in_every_offered_dtype(
-    strategy: type[Strategy], dtype: torch.dtype, shape: Shape
-) -> None:
-    for tokens in (1, 2, 7, 64):
+def test_both_strategies_are_right_in_every_dtype(dtype: torch.dtype, shape: Shape) -> None:
+    seen = set()
+    for tokens in (1, 2, 7, 64, 300):
         rows = mixed_rows(Random(tokens), tokens, shape.slots)
         case = make_case(shape, rows, dtype, tokens)
-        for scale in (1.0, -0.5):
-            scratch = Scratch()
-            for block in blocks_of(case.groups):
-                layer = layer_block(case.slices, block, dtype)
-                if layer is None or (strategy is Gathered and not Gathered.can_run(layer)):
-                    continue
-                for computed in dtypes_of(layer):
+        for block in blocks_of(case.groups, case.groups.spans):
+            for name, strategy in strategies_of(case, block, dtype).items():
+                seen.add(name)
+                for scale in (1.0, -0.5):
                     found = case.y.clone()
-                    strategy(layer, computed, scratch).run(found, case.x, scale)
+                    strategy.run(found, case.x, scale)
                     own = block_rows(block)
                     expected = expected_output(case, scale)[own]
-                    assert error_of(found[own], expected) <= ERRORS_MAX[dtype]
+                    assert error_of(found[own], expected) <= ERRORS_MAX[dtype], name
                     others = [row for row in range(tokens) if row not in own.tolist()]
                     assert torch.equal(found[others], case.y[others])
+    assert ("batched" in seen) >= (shape is EQUAL)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("strategy", [Grouped, Dense, Gathered])
-def test_adjacent_groups_of_equal_size_are_added_to_their_rows(
-    strategy: type[Strategy], dtype: torch.dtype
-) -> None:
+def test_adjacent_groups_of_equal_size_are_added_to_their_rows(dtype: torch.dtype) -> None:
     shape = Shape(70, (90,), 3, (8,), 0.0)
     for rows in (
         *([1, 1, 0, 0, 2, 2], [-1, 0, 0, 2, 2, -1], [-1, 0, 1, 1, 2, 2]),
         *([0] * 40 + [2] * 40, [0] * 40 + [1] * 35, [0, 2] * 36),
     ):
         case = make_case(shape, rows, dtype, 5)
-        for wide in (False, True):
-            y = torch.full((len(rows), 100), torch.nan, dtype=dtype)
-            found = y[:, 5:95].copy_(case.y) if wide else case.y.clone()
-            for block in tile_by_length(case.groups, len(rows)).blocks:
-                layer = layer_block(case.slices, block, dtype)
-                assert layer is not None
-                strategy(layer, dtypes_of(layer)[0], Scratch()).run(found, case.x, -0.5)
-            assert error_of(found, expected_output(case, -0.5)) <= ERRORS_MAX[dtype]
-            assert torch.equal(found[case.base_rows], case.y[case.base_rows])
-            assert not wide or y[:, :5].isnan().all()
-
-
-@pytest.mark.parametrize("outputs", [(32,), (24, 8)])
-@pytest.mark.parametrize("slots", [[0] * 4 + [1] * 4, [0] * 4 + [1] * 3, [0, 1] * 4])
-@pytest.mark.parametrize("strategy", [Grouped, Dense, Gathered])
-def test_costs_know_which_deltas_are_added_where_they_are_computed(
-    strategy: type[Strategy], slots: list[int], outputs: tuple[int, ...]
-) -> None:
-    case = make_case(Shape(32, outputs, 2, (8,), 0.0), slots, torch.float32, 1)
-    [block] = tile_by_length(case.groups).blocks
-    layer, scratch = layer_block(case.slices, block, torch.float32), Scratch()
-    assert layer is not None
-    prepared = strategy(layer, torch.float32, scratch)
-    delta = scratch._buffers["delta", torch.float32].fill_(torch.nan)
-    prepared.run(case.y, case.x, 1.0)
-    assert bool(delta.isnan().all()) == strategy.adds_in_place(layer, torch.float32)
-
-
-@pytest.mark.parametrize("outputs", [(32,), (24, 80)])
-@pytest.mark.parametrize("ranks", [(8,), (4, 8, 12)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strategy", [Grouped, Dense, Gathered])
-def test_costs_know_how_much_is_copied(
-    strategy: type[Strategy], dtype: torch.dtype, ranks: tuple[int, ...], outputs: tuple[int, ...]
-) -> None:
-    case = make_case(Shape(48, outputs, 3, ranks, 0.0), [0, 1, 2] * 3, dtype, 1)
-    [block] = tile_by_length(case.groups).blocks
-    layer = layer_block(case.slices, block, dtype)
-    assert layer is not None
-    if strategy is Gathered and not Gathered.can_run(layer):
-        return
-    for computed in dtypes_of(layer):
-        scratch = Scratch()
-        strategy(layer, computed, scratch).run(case.y, case.x, 1.0)
-        copies = [scratch._buffers.get((use, computed), torch.empty(0)) for use in ("a", "b")]
-        assert strategy.copied_bytes(layer, computed) == sum(copy.nbytes for copy in copies)
-    pairs = [pair for weights in layer.slices for pair in weights.present]
-    assert layer.weight_bytes == sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
-
-
-@pytest.mark.parametrize(("dtype", "long"), [(torch.float32, LONG_ROWS), (torch.bfloat16, 128)])
-def test_the_length_of_a_long_group_depends_on_the_dtype(dtype: torch.dtype, long: int) -> None:
-    assert min_long_rows(dtype) == long
-    tiler = BatchTiler(batch_invariant=False)
-    groups = groups_of([0] * (long - 1) + [1] * long)
-    runs, blocks = tiler(groups, min_long_rows(dtype))
-    assert [run.slot for run in runs] == [1]
-    assert [part.slot for block in blocks for part in block.parts] == [0]
-    assert tiler(groups, 1).blocks == ()
-    assert tiler(groups, min_long_rows(dtype)).runs is runs
+        [block] = blocks_of(case.groups, case.groups.spans)
+        for name, strategy in strategies_of(case, block, dtype).items():
+            for wide in (False, True):
+                y = torch.full((len(rows), 100), torch.nan, dtype=dtype)
+                found = y[:, 5:95].copy_(case.y) if wide else case.y.clone()
+                strategy.run(found, case.x, -0.5)
+                expected = expected_output(case, -0.5)
+                assert error_of(found, expected) <= ERRORS_MAX[dtype], name
+                assert torch.equal(found[case.base_rows], case.y[case.base_rows])
+                assert not wide or y[:, :5].isnan().all()
 
 
 @pytest.mark.parametrize(
-    ("places", "runs"),
+    ("places", "is_batched"),
     [
-        ([0, 1, 2, 3], [(0, 4)]),
-        ([1, 3, 5], [(0, 3)]),
-        ([0, 1, 4, 5], [(0, 2), (2, 2)]),
-        ([3, 0, 1, 2], [(0, 1), (1, 3)]),
-        ([3, 2, 1], [(0, 1), (1, 1), (2, 1)]),
-        ([2], [(0, 1)]),
+        ([0, 1, 2, 3], True),
+        ([1, 3, 5], True),
+        ([0, 1, 4, 5], True),
+        ([3, 0, 1, 2], True),
+        ([3, 2, 1], False),
+        ([5, 3, 1, 0], False),
     ],
 )
-def test_weights_at_equal_distances_are_one_tensor(
-    places: list[int], runs: list[tuple[int, int]]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_at_equal_distances_are_multiplied_where_they_are(
+    places: list[int], is_batched: bool, dtype: torch.dtype
 ) -> None:
-    inputs, outputs, rank, rows = 24, 40, 4, 2
-    size = rank * (inputs + outputs) + 32
-    arena = torch.randn(6 * size)
-    pairs = tuple(
-        LoRAPair(
-            arena[place * size :][: rank * inputs].view(rank, inputs),
-            arena[place * size + rank * inputs :][: rank * outputs].view(outputs, rank),
-        )
-        for place in places
+    inputs, outputs, rank, rows = 64, 128, 4, 2
+    size = rank * (inputs + outputs)
+    directory = SlotDirectory(torch.randn(6 * size).to(dtype), len(places), 1)
+    for slot, place in enumerate(places):
+        column = torch.tensor([0])
+        directory.write(slot, column, torch.tensor([place * size]), torch.tensor([rank]).int())
+    slices = LoRASlices(directory, (0,), inputs, (outputs,))
+    block = Block(tuple(BlockPart(slot, rows, rows) for slot in range(len(places))), 0, None)
+    assert can_batch(block, slices, dtype) == (is_batched or dtype == torch.bfloat16)
+    x, y = (torch.randn(len(places) * rows, width).to(dtype) for width in (inputs, outputs))
+    wanted = y.double() + torch.cat(
+        [
+            2.0 * own.double() @ pair.a.double().T @ pair.b.double().T
+            for slot, own in enumerate(x.split(rows))
+            for pair in slices.pairs(slot)
+            if pair is not None
+        ]
     )
-    weights = SliceWeights(0, inputs, outputs, pairs)
-    assert [(run.first, run.parts) for run in weights.strided_runs] == runs
-    parts = tuple(BlockPart(slot, rows, rows) for slot in range(len(places)))
-    layer = LayerBlock(Block(parts, 0, None), (weights,), arena.dtype, arena.dtype)
-    x, y = torch.randn(len(places) * rows, inputs), torch.zeros(len(places) * rows, outputs)
-    Gathered(layer, arena.dtype, Scratch()).run(y, x, 2.0)
-    expected = [2.0 * own @ a.T @ b.T for own, (a, b) in zip(x.split(rows), pairs, strict=True)]
-    assert error_of(y, torch.cat(expected)) <= ERRORS_MAX[torch.float32]
+    Batched(block, slices, dtype, Scratch()).run(y, x, 2.0)
+    assert error_of(y, wanted) <= ERRORS_MAX[dtype]
+
+
+def tiling_of(rows: list[int], ranks: Ranks | None = None, in_place: bool = True) -> Tiling:
+    groups = groups_of(rows)
+    return tile(groups, ranks or ((8,),) * len(groups.spans), in_place, LONG_ROWS)
+
+
+def slots_of(blocks: tuple[Block, ...]) -> list[list[int]]:
+    return [[part.slot for part in block.parts] for block in blocks]
+
+
+def test_short_groups_of_equal_ranks_and_similar_sizes_are_batched() -> None:
+    rows = [0, 1, 2, 3] + [4] * LONG_ROWS + [5] * 6
+    looped, batched = tiling_of(rows)
+    assert slots_of(batched) == [[0, 1, 2, 3]]
+    assert sorted(slots_of(looped)) == [[4], [5]]
+    looped, batched = tiling_of(rows, ((8,), (4,), (8,), (4,), (8,), (8,)))
+    assert slots_of(batched) == []
+    assert sorted(slots_of(looped)) == [[0, 1, 2, 3, 5], [4]]
+    looped, batched = tiling_of([0, 1, 2, 3], ((8, 0), (0, 0), (8, 0), (8, 0)))
+    assert (slots_of(looped), slots_of(batched)) == ([], [[0, 2, 3]])
+    assert slots_of(tiling_of([*range(BATCHED_GROUPS_MIN - 1)]).batched) == []
+
+
+def test_the_threshold_of_a_long_group_depends_on_the_dtype() -> None:
+    assert min_long_rows(torch.float32) < min_long_rows(torch.bfloat16)
+
+
+def test_few_rows_of_small_bfloat16_weights_are_multiplied_in_float32() -> None:
+    small = CONVERTED_MAX // 3
+    for rows, weights, expected in (
+        (1, small, torch.float32),
+        (1, small + 1, torch.bfloat16),
+        (8, small, torch.bfloat16),
+        (128, CONVERTED_MAX // 130, torch.float32),
+    ):
+        assert looped_dtype(torch.bfloat16, rows, weights) == expected
+        assert looped_dtype(torch.float32, rows, weights) == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows",
+    [[0] * 300, [1] * 140 + [-1] * 3 + [0] * 150 + [2] * 130, [0, 2] * 140, [0] * 200 + [1, 2]],
+)
+def test_long_groups_are_right(dtype: torch.dtype, rows: list[int]) -> None:
+    case = make_case(Shape(130, (24, 100), 3, (3, 16)), rows, dtype, 1)
+    kernels_of("cpu").linear(case.y, case.x, case.slices, case.groups, 1.0)
+    expected = expected_output(make_case(Shape(130, (24, 100), 3, (3, 16)), rows, dtype, 1))
+    assert error_of(case.y, expected) <= ERRORS_MAX[dtype]
 
 
 ROWS = st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 90)), max_size=12).map(
@@ -201,25 +198,34 @@ ROWS = st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 90)), max_size=12).
 )
 
 
-@given(rows=ROWS, shuffled=st.booleans())
-def test_every_row_of_an_adapter_is_in_one_run_or_block(rows: list[int], shuffled: bool) -> None:
+RANKS = st.lists(st.sampled_from([(8,), (4,), (0,)]), min_size=5, max_size=5)
+
+
+@given(rows=ROWS, ranks=RANKS, shuffled=st.booleans(), in_place=st.booleans())
+def test_every_row_with_weights_is_in_one_block(
+    rows: list[int], ranks: list[tuple[int, ...]], shuffled: bool, in_place: bool
+) -> None:
     if shuffled:
         Random(len(rows)).shuffle(rows)
     groups = groups_of(rows)
-    expected = [row for row, slot in enumerate(rows) if slot >= 0]
-    runs, blocks = tile_by_length(groups)
-    assert tile_padded(groups).runs == ()
-    own_runs = [range(r.first, r.end) if r.rows is None else r.rows.tolist() for r in runs]
-    in_runs = [row for run in own_runs for row in run]
-    assert all(
-        {rows[row] for row in own} == {r.slot} for own, r in zip(own_runs, runs, strict=True)
-    )
-    in_blocks = rows_in([*blocks], rows)
-    assert sorted([*in_runs, *in_blocks]) == expected
-    assert sorted(rows_in([equal_parts(block) for block in blocks], rows)) == sorted(in_blocks)
-    assert sorted(rows_in([*tile_padded(groups).blocks], rows)) == expected
+    looped, batched = tile(groups, tuple(ranks[span.slot] for span in groups.spans), in_place, 32)
+    expected = [row for row, slot in enumerate(rows) if slot >= 0 and any(ranks[slot])]
+    unweighted = {slot for slot in range(5) if not any(ranks[slot])}
+    found = [row for row in rows_in([*looped, *batched], rows) if rows[row] not in unweighted]
+    assert sorted(found) == expected
+    for block in batched:
+        assert len({ranks[part.slot] for part in block.parts}) == 1
+        assert len(set(block.sizes)) == 1
+        assert block.size <= 2 * BLOCK_ROWS
+    for block in looped:
+        is_used_in_place = block.rows is None and in_place
+        assert block.size <= BLOCK_ROWS or (is_used_in_place and len(block.parts) == 1)
+    every = [row for row, slot in enumerate(rows) if slot >= 0]
+    padded = padded_blocks(groups, groups.spans)
+    assert sorted(rows_in([*padded], rows)) == every
+    assert {size for block in padded for size in block.sizes} <= {PADDED_ROWS}
     written = [row for piece in BatchTiler(True).slot_rows(groups) for row in piece.writes.tolist()]
-    assert sorted(written) == expected
+    assert sorted(written) == every
 
 
 def rows_in(blocks: list[Block], rows: list[int]) -> list[int]:
@@ -236,22 +242,15 @@ def rows_in(blocks: list[Block], rows: list[int]) -> list[int]:
     return found
 
 
-@given(rows=ROWS)
-def test_gathered_blocks_and_padded_parts_are_bounded(rows: list[int]) -> None:
-    groups = groups_of(rows)
-    runs, blocks = tile_by_length(groups)
-    assert all(block.size <= BLOCK_ROWS for block in (*blocks, *tile_padded(groups).blocks))
-    assert all(len(run.rows) <= BLOCK_ROWS for run in runs if run.rows is not None)
-    assert {size for block in tile_padded(groups).blocks for size in block.sizes} <= {PADDED_ROWS}
-
-
 def test_contiguous_rows_are_not_gathered() -> None:
     for rows in ([0] * 4, [0, 0, 1, 1, 2], [-1] * 3 + [2] * 500, [1] * 40 + [-1] * 2 + [1] * 40):
-        runs, blocks = tile_by_length(groups_of(rows))
-        assert all(one.rows is None for one in (*runs, *blocks))
-        assert bool(runs) == (len(rows) >= LONG_ROWS)
-    assert tile_by_length(groups_of([0, 1, 0, 1])).blocks[0].rows is not None
-    assert tile_by_length(groups_of([0, 1] * 40)).runs[0].rows is not None
+        looped, batched = tiling_of(rows)
+        assert all(block.rows is None for block in looped)
+        assert not batched or len(rows) == 5
+    assert tiling_of([0, 1, 0, 1]).looped[0].rows is not None
+    assert tiling_of([0, 1] * 40).looped[0].rows is not None
+    assert len(tiling_of([0] * 1000).looped) == 1
+    assert len(tiling_of([0] * 1000, in_place=False).looped) == 4
 
 
 class LargestResult(TorchDispatchMode):
@@ -286,41 +285,10 @@ def test_memory_depends_on_the_rank_and_not_on_tokens_times_outputs() -> None:
         assert 0 < largest.numbers <= max(bound, tokens)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_cheapest_possible_strategy_is_chosen(dtype: torch.dtype) -> None:
-    for shape in (UNEQUAL, EQUAL, Shape(1024, (1024,), 32, (16,), 0.0)):
-        for rows in ([0] * 20, list(range(shape.slots)) * 2, [0] * 300 + [1, 2, 0]):
-            case = make_case(shape, rows, dtype, 1)
-            for block in blocks_of(case.groups):
-                layer = layer_block(case.slices, block, dtype)
-                assert layer is not None
-                strategy, computed = cheapest_strategy(layer)
-                chosen = estimate(strategy, layer, computed)
-                offered: list[type[Strategy]] = [Grouped]
-                if len(block.parts) > 1:
-                    offered += [Dense, Gathered] if Gathered.can_run(layer) else [Dense]
-                assert strategy in offered
-                for other in offered:
-                    assert chosen <= estimate(other, layer, dtypes_of(layer)[0])
-
-
-def test_plans_depend_on_the_mapping_and_the_tensors() -> None:
-    shape = Shape(40, (24, 16), 3, (8,), 0.0)
-    linear = kernels_of("cpu").linear
-    cases = [make_case(shape, rows, torch.float32, 7) for rows in ([0, 1, 2], [2, -1, 0], [1] * 9)]
-    slices = cases[0].slices
-    groups = [case.groups for case in cases]
-    for case, own in [*zip(cases, groups, strict=True)] * 2:
-        for converted in (torch.float32, torch.float16):
-            some = case._replace(x=case.x.to(converted), y=case.y.to(converted))
-            found = some.y.clone()
-            linear(found, some.x, slices, own, 1.0)
-            assert error_of(found, expected_output(some)) <= ERRORS_MAX[converted]
-
-
-def test_a_batch_is_tiled_once_for_tokens_and_once_for_sampled_rows() -> None:
-    tiler = BatchTiler(batch_invariant=False)
+def test_a_tiling_is_made_once_for_layers_of_equal_ranks() -> None:
+    tiler, ranks = BatchTiler(batch_invariant=False), ((8,), (8,))
     tokens, sampled = groups_of([0, 0, 1]), groups_of([0, 1])
-    first = tiler(tokens), tiler(sampled)
-    assert tiler(tokens) is first[0]
-    assert tiler(sampled) is first[1]
+    first = [tiler(groups, ranks, True, LONG_ROWS) for groups in (tokens, sampled)]
+    again = [tiler(groups, ranks, True, LONG_ROWS) for groups in (tokens, sampled)]
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    assert tiler(tokens, ((8,), (4,)), True, LONG_ROWS) is not first[0]
