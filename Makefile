@@ -13,7 +13,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams supported parity matrix clean
+.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams options supported parity matrix clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -120,6 +120,9 @@ diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 
 wire: $(STAMP)  ## write the messages of docs/wire.md
 	$(BIN)/python -m tests.wire_format
+
+options: $(STAMP)  ## write docs/options.md
+	$(BIN)/python -m tests.option_page
 
 supported: $(STAMP)  ## write the tables of SUPPORTED.md and README.md
 	$(BIN)/python -m tests.supported

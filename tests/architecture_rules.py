@@ -70,49 +70,35 @@ ROOMS: Final = (
         "msgspec structlog",
     ),
     _package(
-        "controller.server.startup", "processes messages controller.core", "msgspec structlog"
-    ),
-    _package(
         "controller.server",
         "processes messages controller.states controller.core controller.core.tables "
         "controller.log controller.server.clients controller.server.access "
-        "controller.server.operating controller.server.startup",
+        "controller.server.operating",
         "msgspec structlog",
     ),
     _package("client", "processes messages", "msgspec"),
-    _package("cli.options", "processes messages controller.server.startup", "msgspec typer"),
-    _package("cli.example", "", "typer"),
-    _package("cli.pages", "controller.server.startup", "rich typer"),
     _package(
         "cli",
         "processes messages controller.core controller.log controller.server "
-        "controller.server.access controller.server.startup client cli.example cli.options "
-        "cli.pages gateway.options",
+        "controller.server.access client gateway.options",
         "msgspec rich structlog typer",
     ),
     _package(
-        "cli.server",
-        "processes messages cli client controller.core controller.server.startup",
-        "msgspec typer",
+        "cli.serve",
+        "processes messages cli client controller.core controller.log controller.server "
+        "controller.server.access controller.server.operating gateway.options",
+        "msgspec structlog typer",
     ),
-    # It joins the commands of both.
-    Room(
-        "cli.main",
-        ("cli.main",),
-        (
-            *("messages", "cli", "cli.server", "cli.pages"),
-            *("cli.example", "client"),
-        ),
-        ("typer",),
-    ),
+    # It joins all commands.
+    Room("cli.main", ("cli.main",), ("messages", "cli", "cli.serve", "client"), ("typer",)),
     # The engine, from the ground up.
-    _package("engine", "messages.errors", "torch"),
+    _package("engine", "messages.errors messages.engine_options messages.options", "torch"),
     _package("engine.adapters.files", "engine", "torch xxhash"),
     # The only one that imports transformers.
     _package("engine.models.library", "engine", "torch transformers"),
     _package(
         "engine.adapters",
-        "engine engine.adapters.files engine.models.library",
+        "messages.engine_options engine engine.adapters.files engine.models.library",
         "msgspec torch xxhash",
     ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
@@ -157,8 +143,9 @@ ROOMS: Final = (
     _package("engine.models.trials", "engine engine.models.caches engine.models.vision", "torch"),
     _package(
         "engine.models",
-        "messages.prompts messages.requests messages.views engine engine.adapters engine.kernels "
-        "engine.kernels.__init__ engine.residency engine.punica engine.layers "
+        "messages.engine_options messages.prompts messages.requests messages.views engine "
+        "engine.adapters engine.kernels engine.kernels.__init__ engine.residency "
+        "engine.punica engine.layers "
         "engine.models.caches engine.models.library engine.models.positions "
         "engine.models.trials engine.models.vision engine.models.weights",
         "msgspec torch",
@@ -201,7 +188,7 @@ ROOMS: Final = (
         "msgspec structlog torch",
     ),
     # The gateway, from the ground up: a client of the controller.
-    _package("gateway", libraries="msgspec"),
+    _package("gateway", "messages", "msgspec"),
     _package("gateway.http", "messages client gateway", "msgspec starlette"),
     _package(
         "gateway.adapters",

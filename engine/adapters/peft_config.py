@@ -16,8 +16,9 @@ from loradock.engine.adapters.files.bounded_json import decode_object
 from loradock.engine.adapters.files.directory import open_adapter
 from loradock.engine.adapters.files.problems import Problems, shown
 from loradock.engine.adapters.lora_request import tensorizer_directory
-from loradock.engine.config import DEFAULT_BOUNDS, LORA_RANKS, AdapterBounds, LoRAConfig
+from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
 from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
+from loradock.messages.engine_options import LORA_RANKS
 
 T = TypeVar("T")
 

@@ -322,7 +322,7 @@ class LoRAModelManager(ManagerAttributes):
         try:
             self._request_for(kind, adapter_id)
         except NoRoom as error:
-            raise NoFreeSlot(str(error)) from None
+            raise NoFreeSlot(error.message) from None
 
     def _request_for(self, kind: type, adapter_id: int, *fields: Any, **named: Any) -> None:
         self._request(kind, str(adapter_id), *fields, **named)

@@ -8,7 +8,14 @@ from typing import Final
 
 from loradock.controller.core.context import Refusal
 from loradock.controller.core.in_process import InProcessController
-from loradock.engine.errors import DeviceOutOfMemory, EngineError, NoRoom, NotRegistered, error_of
+from loradock.engine.errors import (
+    DeviceOutOfMemory,
+    EngineError,
+    LoradockError,
+    NoRoom,
+    NotRegistered,
+    error_of,
+)
 from loradock.messages import requests
 from loradock.messages.errors import ErrorCode
 
@@ -18,7 +25,7 @@ _NO_SLOT: Final = "No free lora slots"
 
 def error_of_refusal(
     refusal: Refusal, core: InProcessController, kind: type, names: Sequence[str]
-) -> EngineError:
+) -> LoradockError:
     """Return the error for a refused request of class `kind` about the adapters `names`."""
     if refusal.code is ErrorCode.UNKNOWN_ADAPTER and kind is requests.HoldAdapter:
         return NotRegistered(f"Pinning failed. LoRA {names[0]} is not registered. Add it first")

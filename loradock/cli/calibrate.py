@@ -15,7 +15,7 @@ from loradock.cli.context import AsJson, output_of
 from loradock.cli.exit_codes import CommandError, ExitCode
 
 if TYPE_CHECKING:
-    from loradock.cli.render import Renderable
+    from loradock.cli.output import Renderable
 
 _MODULE: Final = "loradock.engine.kernels.calibrate"
 _TIMEOUT_S: Final = 120.0
@@ -72,7 +72,7 @@ def _measured() -> dict[str, Any]:
 
 def tables(measured: dict[str, Any]) -> "Iterator[Renderable]":
     """Return tables of the products of models and of adapters, and where they are stored."""
-    from loradock.cli.pages.tables import FittingTable, field_table
+    from loradock.cli.output import FittingTable, field_table
 
     chosen, times = measured["auto_dtype"], measured["products_us"]
     yield FittingTable(

@@ -48,7 +48,7 @@ def test_wrong_addresses_are_refused(text):
         "[]",
         "x",
         '{"log_format": "xml"}',
-        '{"directory": "d", "request_timeout_s": 9999}',
+        '{"directory": "d", "http_timeout_s": 9999}',
         '{"directory": "d", "port": "x"}',
     ],
 )
