@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from loradock.controller.core.tables.answer_windows import WindowBounds
+from loradock.controller.core.answers import WindowBounds
 from loradock.messages.engine_options import DEVICE_BYTES_DEFAULT
 from loradock.messages.options import option
 

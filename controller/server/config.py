@@ -12,8 +12,7 @@ from loradock.controller.log.settings import (
     SYNC_INTERVAL_MS,
     SyncPolicy,
 )
-from loradock.controller.server.default_adapters import DefaultPaths
-from loradock.controller.server.operating.preloads import PRELOADS_MAX
+from loradock.controller.server.preloads import PRELOADS_MAX, DefaultPaths
 from loradock.messages.engine_options import LogFormat, LogLevel
 from loradock.messages.ids import AdapterName, Path
 from loradock.messages.options import option

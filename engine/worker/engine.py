@@ -8,25 +8,25 @@ applied only by `poll`; so nothing changes during a forward pass.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
 
-from loradock.engine.adapters.checked_files import CheckedFiles
 from loradock.engine.adapters.lora_model import LoadedAdapter
-from loradock.engine.adapters.reader import read_adapter
+from loradock.engine.adapters.reader import KnownFiles, read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import EngineError
 from loradock.engine.inference.admission import SlotTable
 from loradock.engine.inference.meter import Meter
 from loradock.engine.inference.scheduler import check_task, choose_scheduler
 from loradock.engine.jobs import Jobs, ThreadedJobs
+from loradock.engine.memory import allocated_bytes
 from loradock.engine.models.binding import bind_lora, kernels_for
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.parallel import ParallelGroup
-from loradock.engine.residency.device_memory import allocated_bytes
 from loradock.engine.residency.residency import OperationJob, Residency
 from loradock.engine.worker.collective_jobs import CollectiveJobs
 from loradock.engine.worker.preemption import SlotPreemption
@@ -57,7 +57,7 @@ class Engine:
         self.engine_id: Final = engine_id
         self._config = config
         arena, punica, self._lora_config = bind_lora(model, lora_config, config.device_bytes_max)
-        self._checked_files = CheckedFiles()
+        self._known_files = KnownFiles()
         self._adapter_target = model.adapter_target(self._lora_config)
         group = self._group = model.group
         self._outbox: list[reports.Report] = []
@@ -111,9 +111,13 @@ class Engine:
             self._inference.step()
             self._meter.end_step(*self._running_and_waiting())
 
-    def poll(self) -> list[reports.Report]:
-        """Return the reports since the last call, in order."""
+    def poll(self, now_s: float | None = None) -> list[reports.Report]:
+        """Return the reports since the last call, in order.
+
+        `now_s`: rank 0's monotonic time, by which all ranks decide; None for this process's own.
+        """
         self.residency.collect()
+        self.residency.checked.expire(time.monotonic() if now_s is None else now_s)
         self._inference.collect()
         self._preemption.after_step()
         collected = self._outbox.copy()
@@ -218,8 +222,8 @@ class Engine:
             command.adapter,
             allow_pickled=self._config.allow_pickled_weights,
             is_follower=not self._group.is_leader,
-            checked=self._checked_files,
-            is_check=isinstance(command, commands.CheckAdapter),
+            known_files=self._known_files,
+            compares_tokenizer=isinstance(command, commands.CheckAdapter),
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from loradock.cli.output import FittingTable, Renderable, field_table, safe
-from loradock.client.pooling import Classification, Embedding
+from loradock.client.calls import Classification, Embedding
 from loradock.client.streams import EventItem, Gap, Snapshot
 from loradock.controller.core.limits import Limits
 from loradock.messages.control import RequestsListed, SettingsShown, SlowListed

@@ -27,7 +27,7 @@ from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.cli.serve.last_run import changes, read_last_run, run_of, write_last_run
 from loradock.controller.core.limits import Limits, LimitsError, check_limits
 from loradock.controller.server.config import ServerConfig, ServerOptions
-from loradock.controller.server.default_adapters import DefaultPaths
+from loradock.controller.server.preloads import DefaultPaths
 from loradock.gateway.options import GatewayConfig, GatewayOptions
 from loradock.messages.addresses import with_port_offset
 from loradock.messages.engine_options import EngineOptions, LoRAOptions
@@ -109,7 +109,7 @@ def _check_start(config: ServeConfig) -> None:
     """End the command for what can't be served, before any process is started."""
     from loradock.cli.serve import start_checks
     from loradock.client.sockets import requests_endpoint
-    from loradock.controller.server.access.directories import (
+    from loradock.controller.server.keys import (
         DirectoryRefused,
         check_controller_directory,
     )

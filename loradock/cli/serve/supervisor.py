@@ -19,11 +19,10 @@ import structlog
 
 from loradock.cli.serve.children import Child
 from loradock.cli.serve.config import ServeConfig
-from loradock.controller.server.access.directories import DirectoryRefused
-from loradock.controller.server.access.keys import KeyStore, new_pair
 from loradock.controller.server.config import Supervision
+from loradock.controller.server.keys import DirectoryRefused, KeyStore, new_pair
 from loradock.controller.server.listener import TransportError, endpoint
-from loradock.controller.server.operating.supervisor_link import RESTART, STOP_ALL
+from loradock.controller.server.supervision import RESTART, STOP_ALL
 from loradock.messages.engine_options import EngineProcess, EngineStart
 from loradock.processes.key_files import KeyFileError, share_key_pair
 from loradock.processes.progress import Progress

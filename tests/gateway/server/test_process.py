@@ -73,17 +73,19 @@ def test_a_wrong_configuration_ends_the_process(monkeypatch, text):
 )
 def test_options_that_can_not_be_served_end_the_process(tmp_path, options):
     config = GatewayConfig(directory=str(tmp_path), port=0, **options)
-    page = Progress()
-    assert process.run(config, progress=page) == process.EXIT_CONFIG
+    page = Progress.share()
+    assert process.run(msgspec.structs.replace(config, progress=page.path)) == process.EXIT_CONFIG
     assert page.reason().startswith("can't serve with these options: ")
 
 
 def test_an_address_in_use_ends_the_process(tmp_path):
-    page = Progress()
+    page = Progress.share()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = GatewayConfig(directory=str(tmp_path), port=port)
-        assert process.run(config, progress=page) == process.EXIT_SOCKET
+        assert (
+            process.run(msgspec.structs.replace(config, progress=page.path)) == process.EXIT_SOCKET
+        )
     # It is the last line of `serve`.
     assert page.reason() == f"--http 127.0.0.1:{port} can't be used: Address already in use"
 
@@ -150,7 +152,7 @@ def test_requests_in_flight_end_before_the_gateway(tmp_path):
 
 def test_steps_are_reported_while_the_loop_runs(tmp_path):
     """A supervisor ends a process that reports none for an hour."""
-    page = Progress()
+    page = Progress.share()
     with StandIn(tmp_path) as controller:
         with serve_gateway(controller, progress=page, drain_timeout_s=7):
             for _ in range(3):
