@@ -90,20 +90,6 @@ def test_an_address_in_use_ends_the_process(tmp_path):
     assert page.reason() == f"--http 127.0.0.1:{port} can't be used: Address already in use"
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_supervisor_of_another_version_may_name_no_page(monkeypatch, tmp_path, count):
-    page = Progress.share()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = GatewayConfig(directory=str(tmp_path), port=taken.getsockname()[1])
-        words = ["gateway", msgspec.json.encode(config).decode(), "-1", page.path]
-        monkeypatch.setattr("sys.argv", words[: 2 + count])
-        try:
-            assert process.main() == process.EXIT_SOCKET
-        finally:
-            reset_logs()
-    assert ("can't be used" in page.reason()) == (count == 2)
-
-
 def test_a_module_that_can_not_be_loaded_ends_the_process(tmp_path):
     with StandIn(tmp_path) as controller:
         # The stand-in knows no other adapters, and refuses to load one.
