@@ -80,7 +80,7 @@ ROOMS: Final = (
     _package(
         "engine.adapters",
         "messages.engine_options engine engine.models.library processes.safe_open",
-        "msgspec torch xxhash",
+        "msgspec re2 torch xxhash",
     ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
     _package("engine.kernels.reference", "engine.kernels", "torch"),
@@ -119,28 +119,25 @@ ROOMS: Final = (
         "torch",
     ),
     _package("engine.models.caches", "engine engine.models.library", "torch"),
-    _package("engine.models.weights", "engine engine.models.library", "msgspec safetensors torch"),
-    _package("engine.models.positions", "engine engine.models.library", "torch"),
-    _package("engine.models.trials", "engine engine.models.caches engine.models.vision", "torch"),
+    _package("engine.models.probes", "engine engine.models.caches engine.models.vision", "torch"),
     _package(
         "engine.models",
         "messages.engine_options messages.prompts messages.requests messages.views engine "
-        "engine.adapters engine.kernels engine.kernels.__init__ engine.residency "
-        "engine.punica engine.layers "
-        "engine.models.caches engine.models.library engine.models.positions "
-        "engine.models.trials engine.models.vision engine.models.weights",
-        "msgspec torch",
+        "engine.adapters engine.kernels engine.kernels.__init__ engine.residency engine.punica engine.layers "
+        "engine.models.caches engine.models.library "
+        "engine.models.probes engine.models.vision",
+        "msgspec safetensors torch",
     ),
     _package(
         "engine.paging",
-        "engine engine.punica engine.models engine.models.library engine.models.trials "
-        "engine.models.vision",
+        "engine engine.punica engine.models engine.models.caches engine.models.library "
+        "engine.models.probes engine.models.vision",
         "structlog torch",
     ),
     _package("engine.inference.queues", "", ""),
     _package(
         "engine.inference.decoding",
-        "engine engine.punica engine.models engine.models.trials",
+        "engine engine.punica engine.models engine.models.caches engine.models.probes",
         "structlog torch",
     ),
     _package(
@@ -151,7 +148,7 @@ ROOMS: Final = (
     _package(
         "engine.inference",
         "messages engine engine.residency.arena engine.punica engine.models engine.models.caches "
-        "engine.models.trials engine.models.vision engine.paging engine.sampling "
+        "engine.models.probes engine.models.vision engine.paging engine.sampling "
         "engine.inference.decoding engine.inference.queues",
         "msgspec structlog torch",
     ),

@@ -6,7 +6,7 @@ engine has under it. A record that used the id for other content receives anothe
 
 import heapq
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, cast
 
 from loradock.controller.core import capacity, versions, waiting
 from loradock.controller.core.actions import RestartEngine, SendCommand
@@ -63,7 +63,7 @@ SIZE_BYTES_MAX: Final = 1 << 53
 """Bound on the bytes of all adapters together, as read and as packed."""
 
 NUMBERS_LOST_MAX: Final = 1 << 40
-"""Bound on how far an engine's numbers may be ahead of the log, whose tail may be lost."""
+"""Bound on how far an engine's numbers can be ahead of the log, whose tail may be lost."""
 
 
 def on_started(context: Context, message: records.ControllerStarted) -> None:
@@ -113,10 +113,10 @@ def lose(context: Context, reason: str) -> None:
 
 def abandon(context: Context, reason: str) -> None:
     """Lose an engine that does not do its work, and have its process ended."""
-    engine = context.world.engine
-    if engine is not None:
-        lose(context, reason)
-        context.actions.append(RestartEngine(engine.engine_id, engine.pid, reason))
+    # Only an attached engine has operations.
+    engine = cast(AttachedEngine, context.world.engine)
+    lose(context, reason)
+    context.actions.append(RestartEngine(engine.engine_id, engine.pid, reason))
 
 
 def on_inventory(context: Context, inventory: EngineInventory) -> None:
@@ -274,7 +274,7 @@ def on_payload_lost(context: Context, message: records.PayloadLost) -> None:
 
 
 def contradiction(world: World, limits: Limits, inventory: EngineInventory) -> str | None:
-    """Return what contradicts the log or itself in an inventory; None where nothing does.
+    """Return what contradicts the log or itself in an inventory; None if nothing does.
 
     Refusals quote the text, so another wording needs another `RULES` number.
     """
@@ -347,7 +347,7 @@ def surviving(world: World, inventory: EngineInventory) -> Iterator[tuple[OpId, 
 def _taken_slot(world: World, inventory: EngineInventory) -> str | None:
     """Return the slot of one adapter that an operation has reserved for another, if there is one.
 
-    An adapter in motion keeps its slot also where the inventory does not report it there.
+    An adapter in motion keeps its slot even if the inventory does not report it there.
     """
     moving = {operation.adapter_id for _, operation in surviving(world, inventory)} - {0}
     reserved = {world.adapters[a].slot: a for a in moving if world.adapters[a].slot != NO_SLOT}

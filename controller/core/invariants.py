@@ -40,7 +40,7 @@ NO_EXCESS: Excess = (0,) * 5
 def check(world: World, limits: Limits, allowed: Excess | None = NO_EXCESS) -> None:
     """Raise `InvariantError` for the first invariant that does not hold.
 
-    An engine may hold more than the limits allow, if they were lowered or the log's tail is lost.
+    An engine can hold more than the limits allow, if they were lowered or the log's tail is lost.
     `allowed` is the excess before the last input, which only an inventory may increase (None).
     """
     _check_bounds(world, limits)
@@ -80,8 +80,12 @@ def _require(holds: bool, problem: str) -> None:
 
 
 def _check_bounds(world: World, limits: Limits) -> None:
-    """Answers and requests do not exceed their bounds."""
-    answers, pending = len(world.answers), len(world.pending_requests)
+    """Answers and unanswered requests do not exceed their bounds.
+
+    A running one stays pending if it was refused because its bound was lowered.
+    """
+    answers = len(world.answers)
+    pending = sum(1 for one in world.pending_requests.values() if not one.answered)
     _require(answers <= limits.answers_max, f"{answers} answers")
     _require(world.answers.bounds == window_bounds(limits), "the bounds of answers")
     _require(pending <= limits.requests_max, f"{pending} requests")

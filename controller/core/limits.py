@@ -170,7 +170,7 @@ def window_bounds(limits: Limits) -> WindowBounds:
 
 
 def check_limits(limits: Limits) -> Limits:
-    """Return `limits`; raises `LimitsError` naming both values where two contradict."""
+    """Return `limits`; raises `LimitsError` with both values if two contradict."""
     if limits.host_adapters_max < limits.slots_max:
         raise LimitsError(
             f"max-cpu-loras must be at least max-loras, which is {limits.slots_max}, got "

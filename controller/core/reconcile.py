@@ -119,7 +119,7 @@ def _owes_slot(context: Context, adapter: Adapter) -> bool:
 
 
 def _drop_unwanted_goal(context: Context, adapter: Adapter) -> None:
-    """Drop a goal that no request waits for where it would evict others.
+    """Drop a goal that no request waits for if it would evict others.
 
     An adapter that was never loaded is removed.
     """
@@ -251,12 +251,11 @@ def _confirm_batch(context: Context, request_id: RequestId, pending: PendingRequ
 def _refuse_impossible_batch(context: Context) -> None:
     """Refuse the current batch if its adapters can never be in slots at the same time."""
     world = context.world
-    if world.current_batch:
-        pending = world.pending_requests[world.current_batch]
-        adapters = tuple([world.adapters[adapter_id] for adapter_id in pending.adapters])
-        shortage = capacity.permanent_shortage_of_batch(context, adapters)
-        if shortage is not None:
-            waiting.refuse_request(context, world.current_batch, ErrorCode.NO_ROOM, shortage)
+    pending = world.pending_requests[world.current_batch]
+    adapters = tuple([world.adapters[adapter_id] for adapter_id in pending.adapters])
+    shortage = capacity.permanent_shortage_of_batch(context, adapters)
+    if shortage is not None:
+        waiting.refuse_request(context, world.current_batch, ErrorCode.NO_ROOM, shortage)
 
 
 def _end_turns(context: Context) -> None:
@@ -327,7 +326,7 @@ def _reset(context: Context, adapter: Adapter) -> None:
 
 
 def _unstage(context: Context, adapter: Adapter) -> None:
-    """Return the weights to pageable memory, or drop them where they don't fit there."""
+    """Return the weights to pageable memory, or drop them if they don't fit there."""
     if not capacity.has_pageable_room(context, adapter):
         context.set_goal(adapter, EVICTED)
         _drop(context, adapter)
@@ -358,9 +357,8 @@ def _forget(context: Context, adapter: Adapter) -> None:
     elif adapter.announced and not adapter.predecessor and not has_successor:
         context.publish(events.AdapterRemoved(adapter.name))
     batches = [b for b in world.batches if adapter.id in world.pending_requests[b].adapters]
-    for request_id in (*adapter.waiters, *batches):
-        if request_id not in world.pending_requests:
-            continue
+    # The current batch is a waiter too.
+    for request_id in dict.fromkeys((*adapter.waiters, *batches)):
         if world.pending_requests[request_id].kind in DOWNWARD:
             done = waiting.adapter_done(request_id, adapter)
             waiting.end_request(context, request_id, done)
@@ -420,7 +418,7 @@ def _request_room(context: Context, adapter: Adapter, tier: TierName) -> None:
 
 
 def _refuse_impossible(context: Context, adapter: Adapter, tier: TierName) -> None:
-    """Refuse the requests of a queued adapter where no waiting can make room for it."""
+    """Refuse the requests of a queued adapter if no waiting can make room for it."""
     shortage = capacity.permanent_shortage(context, adapter, tier)
     if shortage is not None:
         abandon_goal(context, adapter, ErrorCode.NO_ROOM, shortage)
@@ -498,7 +496,7 @@ def _make_room(context: Context, tier: TierName) -> None:
 
 
 def _demote(context: Context, victim: Adapter, tier: TierName) -> None:
-    """Demote an adapter by policy, as far as leaving the tier requires."""
+    """Demote an adapter by policy, by as much as leaving the tier requires."""
     context.count(victim, "evictions")
     context.set_goal(victim, capacity.demotion_goal(context, victim, tier))
     _take_next_step(context, victim)

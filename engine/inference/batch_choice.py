@@ -49,6 +49,7 @@ def choose_batch(
         trial = try_flat(model, mapper.map)
     except FlatRefused as refusal:
         _log.warning("the key/value cache is padded, prefixes are not reused", reason=str(refusal))
+        model.record_refusal(str(refusal))
         budget = choose_budget(model, mapper, config)
         return PaddedBatch(runner, punica, config, budget, events)
     budget = choose_budget(model, mapper, config, is_flat=True)

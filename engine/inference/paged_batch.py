@@ -24,7 +24,7 @@ from loradock.engine.inference.forward_runner import ForwardRunner, adapter_rows
 from loradock.engine.inference.paged_row import PagedRow, SuspendedRows
 from loradock.engine.inference.sequence import Sequence
 from loradock.engine.inference.step_budget import StepBudget
-from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.paging.block_pool import BLOCK_TOKENS, BlockPool, Prefix
 from loradock.engine.paging.block_table import BlockTable, root_key
 from loradock.engine.paging.flat_model import FlatModel

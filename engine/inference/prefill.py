@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from loradock.engine.inference.sequence import Sequence
-from loradock.engine.models.kv_cache import BatchKVCache
-from loradock.engine.models.trials.probe import MakeCache
+from loradock.engine.models.caches.kv_cache import BatchKVCache
+from loradock.engine.models.probes.batching import MakeCache
 from loradock.engine.models.vision.image_inputs import ImageInputs, position_offsets
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.engine.sampling.logprobs import PromptChunk

@@ -15,7 +15,7 @@ from loradock.engine.config import EngineConfig
 from loradock.engine.errors import MODEL_CODE_ERRORS
 from loradock.engine.inference.decoding.decode_probe import ProbeMapper
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
 
 _log = structlog.get_logger()
 

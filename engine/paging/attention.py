@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from loradock.engine.models.library.attention import (
+from loradock.engine.models.library.attention import use_attention
+from loradock.engine.models.library.names import (
     AttentionInterface,
     AttentionMaskInterface,
-    use_attention,
+    PreTrainedConfig,
 )
-from loradock.engine.models.library.registry import PreTrainedConfig
 from loradock.engine.paging.masks import RowMasks
 from loradock.engine.paging.paged_cache import FlatStep, MaskFunction, PagedLayer
 from loradock.engine.paging.pieces import Pieces

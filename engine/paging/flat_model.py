@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from loradock.engine.errors import MODEL_CODE_ERRORS
+from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import BatchKVCache
-from loradock.engine.models.library.registry import PreTrainedConfig
-from loradock.engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.models.library.names import PreTrainedConfig
+from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
 from loradock.engine.paging.attention import flat_attention
 from loradock.engine.paging.block_pool import BlockPool
 from loradock.engine.paging.block_table import BlockTable

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from loradock.engine.models.library.attention import causal_mask_function
+from loradock.engine.models.library.names import causal_mask_function
 from loradock.engine.paging.block_pool import BLOCK_TOKENS
 from loradock.engine.paging.paged_cache import DecodeGroup, FlatStep, MaskFunction, RowSpan
 from loradock.engine.paging.pieces import Pieces, RowPlace, find_pieces

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from loradock.engine.layout import next_power_of_two
-from loradock.engine.models.kv_cache import BatchKVCache
-from loradock.engine.models.library.caches import Cache, CacheLayerMixin
+from loradock.engine.models.caches.kv_cache import BatchKVCache
+from loradock.engine.models.library.names import Cache, CacheLayerMixin
 from loradock.engine.paging.block_pool import BLOCK_TOKENS
 from loradock.engine.paging.block_table import BlockTable, blocks_of
 

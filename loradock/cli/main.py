@@ -149,7 +149,7 @@ COMMANDS: Final = {
         Entry("events", "inference", "Print the life-cycle events, in order and without gaps."),
     ),
     "Log": (
-        Entry("log", "log_commands", "Check the log's files, and repair damage."),
+        Entry("log", "log_commands", "Check the log's files, and repair corruption."),
         Entry(
             "replay",
             "log_commands",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from loradock.engine.inference.decoding.cuda_graphs import StepRunner
 from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.caches.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
 
 _DUMMY: Final = (0, 1, 0)
 """A dummy row's token, length and position."""

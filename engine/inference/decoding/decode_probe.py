@@ -23,9 +23,9 @@ from loradock.engine.inference.decoding.cuda_graphs import (
 )
 from loradock.engine.inference.decoding.decode import DecodeStrategy, DynamicDecode, StaticDecode
 from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.caches.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
-from loradock.engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
 from loradock.engine.punica.mapping import BASE, LoRAMapping
 from loradock.engine.punica.wrapper import PunicaWrapper
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from loradock.engine.config import LoRAConfig
+from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.paging import masks, pieces
 from loradock.engine.paging.block_pool import BLOCK_TOKENS, BlockPool
 from loradock.engine.paging.block_table import BlockTable, blocks_around, blocks_of, root_key
@@ -246,7 +246,7 @@ def test_a_row_that_gave_up_a_block_too_early_is_not_computed(step: int, groups_
 
 
 def test_a_model_is_as_before_after_a_refused_trial() -> None:
-    model = build("gptj")
+    model = build("xglm")
     tokens = list(range(20))
     before = alone(model, tokens), model.model.config._attn_implementation
     with pytest.raises(FlatRefused, match="RowMasks"):

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from loradock.messages import commands as cm
 from loradock.messages.prompts import Sampling
 from tests.support.engine.engine_bench import PROMPT, EngineBench
@@ -22,3 +24,17 @@ def test_a_request_with_several_outputs_is_one_in_the_statistics(
     assert (found.running, found.waiting) == (1, 0)
     bench.wait(op)
     assert bench.engine.statistics().preempted == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "batching", "refusal"),
+    [({}, "paged", ""), ({"paged_attention": False}, "padded", "paged_attention is off")],
+)
+def test_the_way_of_running_sequences_is_shown_with_the_reason(
+    make_engine: Callable[..., EngineBench],
+    changes: dict[str, bool],
+    batching: str,
+    refusal: str,
+) -> None:
+    found = make_engine(**changes).engine.statistics()
+    assert (found.batching, found.batching_refusal) == (batching, refusal)

@@ -41,6 +41,10 @@ class SimulatedTransport:
         self._watched: dict[int, None] = {}
         self._replies: list[tuple[bytes, bytes]] = []
 
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
     def watch(self, fd: int) -> None:
         self._watched[fd] = None
 
@@ -145,7 +149,7 @@ class ControllerProcess:
         supervisor = SupervisorLink(progress, self.engine_progress, RESTART_FD)
         server = Server(self.config, transport, opened, MACHINE.clocks, supervisor)
         server._start_epoch()
-        # What a life has waited after its last record is forgotten, as `logical_clock` describes.
+        # What a life has waited after its last record is forgotten, as `inputs` describes.
         self._iterated_ns = -SECOND
         self._server, self.transport = server, transport
         self.wakeup.request(0)

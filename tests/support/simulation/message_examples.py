@@ -23,7 +23,6 @@ from loradock.messages.records import (
     PayloadLost,
     PoolingRequested,
     Record,
-    RecordOfFormat1,
     TimerFired,
 )
 from loradock.messages.views import (
@@ -69,6 +68,8 @@ _STATISTICS = EngineStatistics(
     inference=Distribution(25, (4,)),
     preemptions=Distribution(26, (5,)),
     computed_tokens=Distribution(27, (6,)),
+    batching="single",
+    batching_refusal="a padded row's results differ",
 )
 _VIEW = requests.AdapterView(
     adapter="tenant-17",
@@ -155,7 +156,7 @@ EXAMPLES: dict[type, Any] = {
         requests.Refused("r-3", ErrorCode.NO_ROOM, "all 4 slots are held", 1500, _DETAILS),
         requests.AdaptersListed("r-12", (_VIEW,), 78),
         requests.AdaptersPage("r-12", (_VIEW,), 78, True),
-        requests.AdapterShown("r-13", _VIEW, (_VIEW,), _FAILURE),
+        requests.AdapterShown("r-13", _VIEW, (_VIEW,), _FAILURE, "single", "a padded row differs"),
         requests.StatusShown(
             request_id="r-14",
             epoch=3,
@@ -278,7 +279,6 @@ EXAMPLES: dict[type, Any] = {
         InputSkipped(98, "r-10"),
         Header(1, 2, "lru", {"slots_max": 4, "host_adapters_max": 16}, 1),
         Record(1_700_000_000_000_000_001, TimerFired(), "d1", 2**63 + 5, 7),
-        RecordOfFormat1(1_700_000_000_000_000_001, TimerFired(), b"\x00client", "d1"),
     )
 }
 

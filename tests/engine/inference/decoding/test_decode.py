@@ -20,9 +20,13 @@ from loradock.engine.inference.decoding.cuda_graphs import (
 from loradock.engine.inference.decoding.decode import StaticDecode
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.caches.kv_cache import (
+    STATIC_COLUMNS_MIN,
+    BatchKVCache,
+    StaticKVLayer,
+    static_mask,
+)
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
-from loradock.engine.models.kv_cache_layer import StaticKVLayer
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.messages.prompts import Sampling
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, GenerationBench

@@ -18,7 +18,7 @@ from loradock.engine.jobs import InlineJobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
-from loradock.engine.models.positions.context import CONTEXT_TOKENS_DEFAULT
+from loradock.engine.models.positions import CONTEXT_TOKENS_DEFAULT
 from loradock.messages.prompts import Sampling
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.generation_bench import SchedulerDriver
