@@ -123,7 +123,8 @@ ROOMS: Final = (
     _package(
         "engine.models",
         "messages.engine_options messages.prompts messages.requests messages.views engine "
-        "engine.adapters engine.kernels engine.kernels.__init__ engine.residency engine.punica engine.layers "
+        "engine.adapters engine.kernels engine.kernels.__init__ engine.residency "
+        "engine.punica engine.layers "
         "engine.models.caches engine.models.library "
         "engine.models.probes engine.models.vision",
         "msgspec safetensors torch",
