@@ -23,13 +23,14 @@ from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, best_seconds, interleave
 from benchmarks.publisher import EVENTS_COUNT
 from benchmarks.serving import running, serving
+from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.client import Client
 from loradock.client.streams import EventCursor
 from loradock.controller.core.limits import RULES, Limits, limits_to
 from loradock.controller.log.replay import replay
 from loradock.controller.log.segments import read
 from loradock.controller.log.writer import Log
-from loradock.controller.server.config import ServeConfig, ServerConfig
+from loradock.controller.server.config import ServerConfig
 from loradock.controller.server.transport import endpoint
 from loradock.controller.states.machine import build, next_state
 from loradock.messages.ids import CPU_CACHED, PINNED
@@ -84,8 +85,7 @@ def _controller(directory: Path) -> Iterator[None]:
     limits = Limits(slots_max=3, host_adapters_max=8, device_bytes_max=1 << 26)
     config = ServeConfig(
         ServerConfig(str(directory), limits),
-        model=str(TINY / "model"),
-        adapter_roots=(str(TINY / "adapters"),),
+        ServeOptions(model=str(TINY / "model"), adapter_roots=(str(TINY / "adapters"),)),
     )
     with serving(config):
         with Client(directory, timeout_s=120) as client:

@@ -11,11 +11,12 @@ from pathlib import Path
 from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, interleave
 from benchmarks.serving import serving
+from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.client import Client
 from loradock.controller.core.limits import RULES, Limits, limits_to
 from loradock.controller.log.events import EventWriter
 from loradock.controller.log.writer import Log
-from loradock.controller.server.config import ServeConfig, ServerConfig
+from loradock.controller.server.config import ServerConfig
 from loradock.messages.events import Published
 from loradock.messages.records import FORMAT, Header, Record
 
@@ -30,7 +31,7 @@ def old_events() -> Figure:
     """Measure the time for `EVENTS_PER_READ` events of the middle and of the end."""
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         _write_log(Path(name) / "log")
-        config = ServeConfig(ServerConfig(name, LIMITS), engine="external")
+        config = ServeConfig(ServerConfig(name, LIMITS), ServeOptions(engine="external"))
         with serving(config), Client(name, timeout_s=300) as client:
             newest = client.status().events_seq
             first = newest // 2 - READS * EVENTS_PER_READ // 2

@@ -18,6 +18,7 @@ from benchmarks.control_load import write_known_adapters
 from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, best_seconds
 from benchmarks.serving import serving
+from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.client import Client
 from loradock.controller.core.limits import RULES, Limits, limits_to
 from loradock.controller.log.replay import replay
@@ -26,7 +27,7 @@ from loradock.controller.log.segments import read
 from loradock.controller.log.snapshots import WorldState, read_snapshot, snapshot_paths
 from loradock.controller.log.snapshotter import SnapshotOrder, make_snapshot
 from loradock.controller.log.writer import Log
-from loradock.controller.server.config import ServeConfig, ServerConfig
+from loradock.controller.server.config import ServerConfig
 from loradock.controller.server.transport import endpoint
 from loradock.messages.ids import Seq
 from loradock.messages.records import FORMAT, Header, Record
@@ -105,7 +106,7 @@ def _snapshot_pause() -> Figure:
         directory = Path(name)
         write_known_adapters(directory, limits)
         server = ServerConfig(name, limits, snapshot_interval=PAUSE_INTERVAL)
-        with serving(ServeConfig(server, engine="external")):
+        with serving(ServeConfig(server, ServeOptions(engine="external"))):
             with Client(directory, timeout_s=120) as client:
                 pid = client.status().controller_pid
             quiet, during = _longest_ms(directory, pid)

@@ -29,11 +29,12 @@ from benchmarks.http_load import (
     wait_until_served,
 )
 from benchmarks.standin_controller import IDLE
-from loradock.cli.gateway import gateway_arguments
+from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.client import AsyncClient
 from loradock.controller.core.limits import Limits
-from loradock.controller.server.config import ServeConfig, ServerConfig
+from loradock.controller.server.config import ServerConfig
 from loradock.gateway.options import GatewayConfig
+from loradock.processes.subprocesses import process_command
 
 TINY: Final = Path(__file__).parent.parent / "examples" / "tiny"
 PATH: Final = "/v1/completions"
@@ -47,8 +48,8 @@ ADAPTERS: Final = 10_000
 IDLE_STREAMS: Final = 1000
 START_S: Final = 120.0
 _SERVE: Final = (
-    "import sys, msgspec; from loradock.controller.server.config import ServeConfig; "
-    "from loradock.controller.server.supervisor import serve; "
+    "import sys, msgspec; from loradock.cli.serve.config import ServeConfig; "
+    "from loradock.cli.serve.supervisor import serve; "
     "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)).status)"
 )
 
@@ -96,9 +97,8 @@ def _served(directory: Path) -> Iterator[int]:
     limits = Limits(slots_max=3, host_adapters_max=8, device_bytes_max=1 << 26)
     config = ServeConfig(
         ServerConfig(str(directory), limits),
-        model=str(TINY / "model"),
-        adapter_roots=(str(TINY / "adapters"),),
-        gateway=gateway_arguments(gateway),
+        ServeOptions(model=str(TINY / "model"), adapter_roots=(str(TINY / "adapters"),)),
+        gateway=gateway,
     )
     command = [sys.executable, "-c", _SERVE, msgspec.json.encode(config).decode()]
     with _process(command, directory / "serve.log"):
@@ -119,7 +119,7 @@ def _stand_in(directory: Path, adapters: int) -> Iterator[_Gateway]:
     port = free_port()
     config = GatewayConfig(directory=str(directory), port=port, model=str(TINY / "model"))
     standin = [sys.executable, "-m", "benchmarks.standin_controller", str(directory)]
-    command = [sys.executable, *gateway_arguments(config)]
+    command = process_command("gateway", config)
     with (
         _process([*standin, str(adapters)], directory / "stand-in.err"),
         _process(command, directory / "gateway.err") as pid,

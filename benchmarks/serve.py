@@ -34,8 +34,8 @@ from benchmarks.serve_load import (
     model_files,
 )
 from benchmarks.serve_rivals import Rivals
-from loradock.engine.config import LORA_RANKS
 from loradock.messages import requests
+from loradock.messages.engine_options import LORA_RANKS
 from loradock.messages.ids import RequestId
 from loradock.messages.prompts import Sampling
 

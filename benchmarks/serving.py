@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from loradock.controller.server.config import ServeConfig
+from loradock.cli.serve.config import ServeConfig
 
 _SERVE = (
-    "import sys, msgspec; from loradock.controller.server.config import ServeConfig; "
-    "from loradock.controller.server.supervisor import serve; "
+    "import sys, msgspec; from loradock.cli.serve.config import ServeConfig; "
+    "from loradock.cli.serve.supervisor import serve; "
     "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)).status)"
 )
 

@@ -34,12 +34,12 @@ from rich.table import Table
 
 from benchmarks.http_load import free_port, wait_until_served
 from benchmarks.serving import serving
-from loradock.cli.gateway import gateway_arguments
+from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.client import Client
 from loradock.client.errors import LoradockError
 from loradock.controller.core.limits import Limits
 from loradock.controller.server.clients import CLIENTS_MAX
-from loradock.controller.server.config import ServeConfig, ServerConfig
+from loradock.controller.server.config import ServerConfig
 from loradock.controller.server.event_stream import EVENTS_KEPT
 from loradock.controller.server.transport import endpoint
 from loradock.gateway.options import GatewayConfig
@@ -277,10 +277,9 @@ def _config(directory: Path, port: int) -> ServeConfig:
     gateway = GatewayConfig(directory=str(directory), port=port, model=model)
     return ServeConfig(
         server,
-        model=model,
-        adapter_roots=(str(TINY / "adapters"),),
-        engine_options=ENGINE_OPTIONS,
-        gateway=gateway_arguments(gateway),
+        ServeOptions(model=model, adapter_roots=(str(TINY / "adapters"),)),
+        engine=ENGINE_OPTIONS,
+        gateway=gateway,
     )
 
 

@@ -15,8 +15,9 @@ from typing import Final
 
 from benchmarks.figures import Figure, interleave
 from loradock.controller.server.keys import new_pair
+from loradock.messages.engine_options import EngineProcess, EngineStart, LoRAOptions
 from loradock.processes.key_files import share_key_pair
-from loradock.processes.subprocesses import process_command
+from loradock.processes.subprocesses import engine_command
 
 _ROOT: Final = Path(__file__).parents[1]
 _TINY: Final = _ROOT / "examples" / "tiny"
@@ -68,10 +69,14 @@ def _engine_s() -> float:
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         server_key = Path(name) / "server.key.pub"
         server_key.write_text(new_pair().public)
-        command = [*process_command("engine"), "--connect", f"ipc://{name}/none"]
-        command += ["--model", str(_TINY / "model"), "--adapter-root", str(_TINY / "adapters")]
-        command += ["--max-lora-rank", "64", "--key", share_key_pair(new_pair())]
-        command += ["--server-key", str(server_key)]
+        start = EngineStart(
+            connect=f"ipc://{name}/none",
+            model=str(_TINY / "model"),
+            adapter_roots=(str(_TINY / "adapters"),),
+            key=share_key_pair(new_pair()),
+            server_key=str(server_key),
+        )
+        command = engine_command(EngineProcess(start=start, lora=LoRAOptions(max_lora_rank=64)))
         process = subprocess.Popen(command, env=_environment(), stderr=subprocess.PIPE, text=True)
         lines = []
         for line in process.stderr or ():

@@ -16,33 +16,25 @@ from typing import Any, Final
 
 import torch
 
-LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that `max_lora_rank` may have."""
+from loradock.messages.engine_options import (
+    DEVICE_BYTES_DEFAULT,
+    DTYPES,
+    EngineOptions,
+    LoRAOptions,
+)
+from loradock.messages.options import check_options
 
-LORA_DTYPES: Final = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
+LORA_DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in DTYPES}
 """The dtypes that weights may have in the arena, by name."""
 
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_LORA: Final = LoRAOptions()
 
 
 def _check_positive(config: object, names: tuple[str, ...]) -> None:
     for name in names:
         value = getattr(config, name)
-        if not _is_int(value) or value < 1:
-            raise ValueError(f"{name} is {value!r}; an integer of at least 1")
-
-
-def _check_switches(config: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; True or False")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -58,42 +50,42 @@ class LoRAConfig:
     `enable_tower_connector_lora`: adapters in a multimodal model's tower and connector.
     `specialize_active_lora`: size kernels' grids by the adapters in a batch. `dual_stream`: compute
     LoRA concurrently with the base layer, on a second CUDA stream; switched off if LoRA is fully
-    sharded. By default it is on if there is CUDA and the environment variable
-    `VLLM_LORA_ENABLE_DUAL_STREAM` is 1. `batch_invariant`: a row's bits do not depend on its batch.
+    sharded. None is on if there is CUDA and the environment variable
+    `VLLM_LORA_ENABLE_DUAL_STREAM` is 1, and stored as the boolean. `batch_invariant`: a row's bits
+    do not depend on its batch.
     `enable_mixed_moe_lora_format`: store expert adapters of the 3-D layout by projection, as those
     of the 2-D layout, so that one product serves both; both are served without it too.
     Raises `ValueError`.
     """
 
-    max_lora_rank: int = 16
+    max_lora_rank: int = _LORA.max_lora_rank
     max_loras: int = 1
-    fully_sharded_loras: bool = False
+    fully_sharded_loras: bool = _LORA.fully_sharded_loras
     max_cpu_loras: int | None = None
-    lora_dtype: str | torch.dtype | None = "auto"
-    target_modules: Sequence[str] | None = None
-    default_mm_loras: Mapping[str, str] | None = field(default=None, hash=False)
-    enable_tower_connector_lora: bool = False
-    specialize_active_lora: bool = False
-    enable_mixed_moe_lora_format: bool = False
-    dual_stream: bool = field(default_factory=lambda: _wants_dual_stream(os.environ))
-    batch_invariant: bool = False
+    lora_dtype: str | torch.dtype | None = _LORA.lora_dtype
+    target_modules: Sequence[str] | None = _LORA.target_modules
+    default_mm_loras: Mapping[str, str] | None = field(default=_LORA.default_mm_loras, hash=False)
+    enable_tower_connector_lora: bool = _LORA.enable_tower_connector_lora
+    specialize_active_lora: bool = _LORA.specialize_active_lora
+    enable_mixed_moe_lora_format: bool = _LORA.enable_mixed_moe_lora_format
+    dual_stream: bool | None = _LORA.dual_stream
+    batch_invariant: bool = _LORA.batch_invariant
 
     def __post_init__(self) -> None:
-        if not _is_int(self.max_lora_rank) or self.max_lora_rank not in LORA_RANKS:
-            raise ValueError(f"max_lora_rank is {self.max_lora_rank!r}; one of {LORA_RANKS}")
-        if not _is_int(self.max_loras) or self.max_loras < 1:
-            raise ValueError(f"max_loras is {self.max_loras!r}; an integer of at least 1")
         if self.max_cpu_loras is None:
             object.__setattr__(self, "max_cpu_loras", self.max_loras)
-        elif not _is_int(self.max_cpu_loras) or self.max_cpu_loras < self.max_loras:
-            raise ValueError(
-                f"max_cpu_loras is {self.max_cpu_loras!r}; an integer of at least max_loras, "
-                f"which is {self.max_loras}"
-            )
+        if self.dual_stream is None:
+            object.__setattr__(self, "dual_stream", _wants_dual_stream(os.environ))
         if self.lora_dtype is None:
             object.__setattr__(self, "lora_dtype", "auto")
+        _check_positive(self, ("max_loras", "max_cpu_loras"))
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras must be at least max_loras, which is {self.max_loras}, "
+                f"got {self.max_cpu_loras}"
+            )
         _check_dtype(self.lora_dtype)
-        _check_switches(self, LORA_SWITCHES)
+        check_options(self, LoRAOptions, ("max_lora_rank", *LORA_SWITCHES))
         if self.target_modules is not None:
             object.__setattr__(self, "target_modules", _target_modules(self.target_modules))
         if self.default_mm_loras is not None:
@@ -213,112 +205,34 @@ class AdapterBounds:
         _check_positive(self, tuple(self.__dataclass_fields__))
 
 
-def _check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
-    value = getattr(config, name)
-    if value not in ("auto", *choices):
-        raise ValueError(f"{name} is {value!r}; auto, or one of {', '.join(choices)}")
-
-
-TASKS: Final = ("generate", "embed", "classify")
-"""The tasks that an engine can have."""
-
-POOLINGS: Final = ("mean", "cls", "last")
-"""The ways to make one vector of the hidden states of a text's tokens."""
-
-UNQUANTIZED: Final = "none"
-"""The quantization of a model that is loaded as it was saved."""
-
-QUANTIZATIONS: Final = (
-    *("torchao-int8", "torchao-int4", "bitsandbytes-8bit", "bitsandbytes-4bit", "fp8"),
-)
-"""The ways to quantise a model while it is loaded."""
-
 DEFAULT_BOUNDS: Final = AdapterBounds()
 """The default bounds."""
 
 
-ADAPTER_WEIGHT_MAX: Final = 1000
-
-
 @dataclass(frozen=True)
-class EngineConfig:
-    """Configuration of an engine process.
+class EngineConfig(EngineOptions):
+    """Configuration of an engine: the options that a server has, and what it is started with.
 
-    `adapter_roots`: directories that adapters are loaded from. `allow_pickled_weights`: whether an
-    adapter without a safetensors file may have `.bin` or `.pt` weights. `device`: a torch device,
-    or "auto" for the first CUDA device if there is one, else the CPU. `dtype`: of the base model, a
-    name of `LORA_DTYPES`, or "auto" for the saved one; on a CPU "auto" is float32 where its
-    products are much faster there. `device_bytes_max`: the arena's size. `pin_memory`: None means
-    only if the device is CUDA. `file_threads`: the number of threads that read adapters, and of
-    those that read images. `max_num_seqs`: sequences processed together. `max_num_batched_tokens`:
-    tokens per step, so that long prompts are processed in chunks; 0 chooses it from the model's
-    speed at start. `queue_requests_max`:
-    requests that wait in the engine. `kv_cache_bytes`: memory for keys and values, per rank; 0
-    chooses it. `paged_attention`: whether keys and values are kept in blocks where the model allows
-    it; `prefix_caching`: whether prompts with the same beginning share these. `context_tokens_max`:
-    prompt and output together; 0 is the model's own limit. `task`: one of `TASKS`, or "auto" for
-    what the model's config specifies. `pooling`: one of `POOLINGS`, or "auto"; `normalize`: whether
-    vectors have length 1; "auto" and None follow the model's files.
-    `expert_parallel`: with several ranks, each keeps some experts whole instead of some columns of
-    every expert. `quantization`: one of `QUANTIZATIONS` to quantise the model while it is loaded.
-    `capture_steps`: capture decode steps as CUDA graphs and replay them, if the model
-    allows it. `adapter_weights`: by adapter name, its share of the steps while several adapters
-    wait, 1 by default. Raises `ValueError`.
+    `adapter_roots`: directories that adapters are loaded from. `device_bytes_max`: the arena's
+    size. Raises `ValueError`.
     """
 
     model_directory: Path
     adapter_roots: tuple[Path, ...] = ()
-    allow_pickled_weights: bool = False
-    device: str = "auto"
-    dtype: str = "auto"
-    device_bytes_max: int = 1 << 30
-    pin_memory: bool | None = None
-    file_threads: int = 2
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 0
-    queue_requests_max: int = 1024
-    kv_cache_bytes: int = 0
-    paged_attention: bool = True
-    prefix_caching: bool = True
-    context_tokens_max: int = 0
-    task: str = "auto"
-    pooling: str = "auto"
-    normalize: bool | None = None
-    expert_parallel: bool = False
-    capture_steps: bool = False
-    quantization: str = "none"
-    adapter_weights: Mapping[str, int] | None = None
+    device_bytes_max: int = DEVICE_BYTES_DEFAULT
     adapter_bounds: AdapterBounds = field(default_factory=AdapterBounds)
 
     def __post_init__(self) -> None:
         if isinstance(self.adapter_roots, str | Path):
-            raise ValueError(f"adapter_roots is {self.adapter_roots!r}; a list of directories")
+            raise ValueError(
+                f"adapter_roots must be a list of directories, got {self.adapter_roots!r}"
+            )
         object.__setattr__(self, "model_directory", Path(self.model_directory))
         object.__setattr__(self, "adapter_roots", tuple(Path(p) for p in self.adapter_roots))
-        _check_positive(
-            self, ("device_bytes_max", "file_threads", "max_num_seqs", "queue_requests_max")
-        )
-        _check_switches(self, ENGINE_SWITCHES)
-        _check_choice(self, "dtype", tuple(LORA_DTYPES))
-        _check_choice(self, "task", TASKS)
-        _check_choice(self, "pooling", POOLINGS)
-        for name in ("context_tokens_max", "max_num_batched_tokens", "kv_cache_bytes"):
-            value = getattr(self, name)
-            if not _is_int(value) or value < 0:
-                raise ValueError(f"{name} is {value!r}; an integer of at least 0")
-        if self.quantization not in (UNQUANTIZED, *QUANTIZATIONS):
-            raise ValueError(
-                f"quantization is {self.quantization!r}; {UNQUANTIZED}, or one of "
-                f"{', '.join(QUANTIZATIONS)}"
-            )
-        for name, weight in (self.adapter_weights or {}).items():
-            if not _is_int(weight) or not 1 <= weight <= ADAPTER_WEIGHT_MAX:
-                raise ValueError(
-                    f"the weight of adapter {name!r} is {weight!r}; an integer from 1 to "
-                    f"{ADAPTER_WEIGHT_MAX}"
-                )
+        _check_positive(self, ("device_bytes_max",))
+        check_options(self)
         if self.pin_memory and not torch.cuda.is_available():
-            raise ValueError("pin_memory is True; page-locked memory needs CUDA")
+            raise ValueError("pin_memory must be false or None without CUDA, got True")
 
     @property
     def torch_device(self) -> torch.device:
@@ -333,13 +247,6 @@ class EngineConfig:
         return self.torch_device.type == "cuda" if self.pin_memory is None else self.pin_memory
 
 
-ENGINE_SWITCHES: Final = (
-    *("allow_pickled_weights", "expert_parallel", "capture_steps"),
-    *("paged_attention", "prefix_caching"),
-)
-"""The boolean fields of `EngineConfig`."""
-
-
 def _wants_dual_stream(environment: Mapping[str, str]) -> bool:
     """Whether the environment sets a second stream, and this machine has one."""
     is_on = environment.get(DUAL_STREAM_VARIABLE, "0").lower() in ("1", "true")
@@ -350,15 +257,20 @@ def _check_dtype(dtype: object) -> None:
     known = dtype in LORA_DTYPES.values() if isinstance(dtype, torch.dtype) else dtype == "auto"
     if not known and not (isinstance(dtype, str) and dtype in LORA_DTYPES):
         raise ValueError(
-            f"lora_dtype is {dtype!r}; 'auto', {', '.join(LORA_DTYPES)}, or one of these dtypes"
+            f"lora_dtype must be auto, {', '.join(LORA_DTYPES)} or one of these dtypes, "
+            f"got {dtype!r}"
         )
 
 
 def _target_modules(names: Sequence[str]) -> tuple[str, ...]:
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"target_modules is {names!r}; a list of module suffixes or full names")
+        raise ValueError(
+            f"target_modules must be a list of module suffixes or full names, got {names!r}"
+        )
     if not names:
-        raise ValueError("target_modules is empty; None wraps every module that can be wrapped")
+        raise ValueError(
+            "target_modules must not be empty; None wraps every module that can be wrapped"
+        )
     return tuple(names)
 
 
@@ -367,5 +279,7 @@ def _modalities(paths: Mapping[str, str]) -> Mapping[str, str]:
         isinstance(text, str) and text for pair in paths.items() for text in pair
     )
     if not is_sound:
-        raise ValueError(f"default_mm_loras is {paths!r}; a mapping of modality to adapter path")
+        raise ValueError(
+            f"default_mm_loras must be a mapping of modality to adapter path, got {paths!r}"
+        )
     return MappingProxyType(dict(paths))

@@ -93,7 +93,7 @@ def _free_port() -> int:
 def _serve(directory: Path, port: int) -> Iterator[None]:
     command = [str(Path(sys.executable).parent / "loradock"), "--dir", str(directory), "serve"]
     command += ["--model", str(TINY / "model"), "--adapter-root", str(TINY / "adapters")]
-    command += ["--slots", str(SLOTS), "--host-adapters", str(len(TRANSFORMATIONS) - 2)]
+    command += ["--max-loras", str(SLOTS), "--max-cpu-loras", str(len(TRANSFORMATIONS) - 2)]
     command += ["--device-bytes", "8MiB", "--pinned-bytes", "16MiB", "--host-bytes", "16MiB"]
     # The largest rank of the adapters is 64; the engine refuses adapters above its maximum.
     command += ["--max-lora-rank", "64"]

@@ -1,14 +1,16 @@
-"""The options of an engine process, defined once.
+"""The options of an engine, and what its process gets as JSON.
 
-`loradock serve` makes its engine options from `EngineOptions`, the supervisor writes an engine's
-command line from `EngineArguments`, and the engine makes its parser from the same Struct. Values
-are validated by the engine's configurations (`engine/config.py`), which have the same field names
-and defaults.
+`LoRAOptions` and `EngineOptions` are dataclasses because the engine's public configurations
+(`engine/config.py`) are: `EngineConfig` extends `EngineOptions`, and `LoRAConfig` has the names and
+the defaults of `LoRAOptions`.
 """
 
-from typing import Annotated, Final, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Final, Literal
 
 from msgspec import Meta, Struct
+
+from loradock.messages.options import option
 
 LogFormat = Literal["console", "json"]
 """The format of the log of every process on stderr."""
@@ -16,337 +18,345 @@ LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 """The least important lines of the log that are written."""
 
-_NUMBER: Final = {"metavar": "NUMBER"}
-
-
 LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-LORA_DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
-TASKS: Final = ("auto", "generate", "embed", "classify")
-POOLINGS: Final = ("auto", "mean", "cls", "last")
+"""The values that `max_lora_rank` may have."""
+
+DTYPES: Final = ("float16", "bfloat16", "float32")
+"""The data types of weights."""
+
+TASKS: Final = ("generate", "embed", "classify")
+"""The tasks that an engine can have."""
+
+POOLINGS: Final = ("mean", "cls", "last")
+"""How one vector is made of the hidden states of a text's tokens."""
+
+UNQUANTIZED: Final = "none"
+"""The quantization of a model that is loaded as it was saved."""
+
 QUANTIZATIONS: Final = (
-    *("none", "torchao-int8", "torchao-int4", "bitsandbytes-8bit", "bitsandbytes-4bit", "fp8"),
+    *("torchao-int8", "torchao-int4", "bitsandbytes-8bit", "bitsandbytes-4bit", "fp8"),
 )
+"""How a model can be quantized while it is loaded."""
+
+ADAPTER_WEIGHT_MAX: Final = 1000
+DEVICE_BYTES_DEFAULT: Final = 1 << 30
+STEP_TIMEOUT_MS: Final = 300_000
 
 
-class EngineOptions(Struct, frozen=True):
-    """The options that `loradock serve` passes on to the engine unchanged."""
+@dataclass(frozen=True, kw_only=True)
+class LoRAOptions:
+    """The options of LoRA: ranks, data type, modules and how layers compute it."""
+
+    PANEL: ClassVar = "LoRA"
 
     max_lora_rank: Annotated[
         int,
-        Meta(
-            ge=1,
-            description="Largest LoRA rank to accept: 1, 8, 16, 32, 64, 128, 256, 320 or 512. "
-            "Adapters with a higher rank are refused.",
-            extra={"metavar": "RANK", "choices": tuple(map(str, LORA_RANKS))},
+        option(
+            "Largest LoRA rank to accept: 1, 8, 16, 32, 64, 128, 256, 320 or 512. Adapters with a "
+            "higher rank are refused.",
+            metavar="RANK",
+            choices=LORA_RANKS,
+            is_common=True,
         ),
     ] = 16
     lora_dtype: Annotated[
         str,
-        Meta(
-            description="Data type of adapter weights: float16, bfloat16, float32, or auto for the "
-            "base model's.",
-            extra={"metavar": "NAME", "choices": LORA_DTYPES},
+        option(
+            "Data type of adapter weights: float16, bfloat16, float32, or auto for the base "
+            "model's.",
+            metavar="NAME",
+            choices=("auto", *DTYPES),
         ),
     ] = "auto"
     target_modules: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Wrap only this module, a name suffix or a full name; repeat for several. "
-            "Default: every module that can be wrapped.",
-            extra={"metavar": "MODULE"},
+        tuple[str, ...] | None,
+        option(
+            "Wrap only this module, a name suffix or a full name; repeat for several. Default: "
+            "every module that can be wrapped.",
+            metavar="MODULE",
         ),
-    ] = ()
+    ] = None
     fully_sharded_loras: Annotated[
         bool,
-        Meta(
-            description="With --tensor-parallel-size above 1: split both LoRA matrices over the "
-            "processes instead of only one."
+        option(
+            "With --tensor-parallel-size above 1: split both LoRA matrices over the processes "
+            "instead of only one."
         ),
     ] = False
     default_mm_loras: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Adapter of requests that contain images and name no adapter: image=PATH. "
-            "Default: none.",
-            extra={"metavar": "MODALITY=PATH"},
+        dict[str, str] | None,
+        option(
+            "Adapter of requests that contain images and name no adapter: image=PATH. Default: "
+            "none.",
+            metavar="MODALITY=PATH",
         ),
-    ] = ()
+    ] = None
     enable_tower_connector_lora: Annotated[
-        bool,
-        Meta(description="Apply adapters to a multimodal model's tower and connector too."),
+        bool, option("Apply adapters to a multimodal model's tower and connector too.")
     ] = False
     specialize_active_lora: Annotated[
-        bool,
-        Meta(
-            description="Launch kernels sized for the adapters in a batch instead of for all slots."
-        ),
+        bool, option("Launch kernels sized for the adapters in a batch instead of for all slots.")
     ] = False
     dual_stream: Annotated[
-        bool,
-        Meta(
-            description="Compute adapters concurrently with the base layer, on a second CUDA "
-            "stream. CUDA only; off with --fully-sharded-loras."
+        bool | None,
+        option(
+            "Compute adapters concurrently with the base layer, on a second CUDA stream. CUDA "
+            "only; off with --fully-sharded-loras. Default: off, unless the variable "
+            "VLLM_LORA_ENABLE_DUAL_STREAM is 1."
         ),
-    ] = False
+    ] = None
     batch_invariant: Annotated[
-        bool,
-        Meta(description="Compute an adapter's output bit for bit the same in every batch."),
+        bool, option("Compute an adapter's output bit for bit the same in every batch.")
     ] = False
     enable_mixed_moe_lora_format: Annotated[
         bool,
-        Meta(
-            description="Store fused (3-D) expert adapters by projection, as 2-D ones; both are "
-            "served without it too."
+        option(
+            "Store fused (3-D) expert adapters by projection, as 2-D adapters; both are served "
+            "without it too."
         ),
     ] = False
-    allow_pickled_weights: Annotated[
-        bool,
-        Meta(
-            description="Accept .bin and .pt weights of adapters without a safetensors file; only "
-            "tensors are unpickled."
-        ),
-    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The options of an engine and of its model."""
+
+    PANEL: ClassVar = "Engine"
+
     device: Annotated[
         str,
-        Meta(
-            description="Where the model runs: cpu, cuda, cuda:NUMBER, or auto for the first CUDA "
-            "device if there is one, else the CPU.",
-            extra={"metavar": "DEVICE"},
+        option(
+            "Where the model runs: cpu, cuda, cuda:NUMBER, or auto for the first CUDA device if "
+            "there is one, else the CPU.",
+            metavar="DEVICE",
+            is_common=True,
         ),
     ] = "auto"
     dtype: Annotated[
         str,
-        Meta(
-            description="Data type of the base model: float16, bfloat16, float32, or auto for the "
-            "saved one. On a CPU, auto is float32 where this machine computes it much faster.",
-            extra={"metavar": "NAME", "choices": LORA_DTYPES},
+        option(
+            "Data type of the base model: float16, bfloat16, float32, or auto for the saved one. "
+            "On a CPU, auto is float32 if this machine computes it much faster.",
+            metavar="NAME",
+            choices=("auto", *DTYPES),
+            is_common=True,
         ),
     ] = "auto"
-    pin_memory: Annotated[
-        bool | None,
-        Meta(description="Page-lock the memory of staged adapters. Default: only on CUDA."),
-    ] = None
-    file_threads: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1024,
-            description="Threads that read adapters, and the same number that read images.",
-            extra=_NUMBER,
+    quantization: Annotated[
+        str,
+        option(
+            "Quantize the model while it is loaded: torchao-int8, torchao-int4, bitsandbytes-8bit, "
+            "bitsandbytes-4bit or fp8. Default: as it was saved.",
+            metavar="NAME",
+            choices=(UNQUANTIZED, *QUANTIZATIONS),
+            is_common=True,
         ),
-    ] = 2
+    ] = UNQUANTIZED
+    max_model_len: Annotated[
+        int,
+        option(
+            "Largest number of tokens of prompt and output together; 0 for the model's own limit.",
+            former="--context-tokens-max",
+            ge=0,
+            le=100_000_000,
+            is_common=True,
+        ),
+    ] = 0
     max_num_seqs: Annotated[
         int,
-        Meta(
-            ge=1,
-            le=65_536,
-            description="Largest number of sequences processed together.",
-            extra=_NUMBER,
-        ),
+        option("Largest number of sequences processed together.", ge=1, le=65_536, is_common=True),
     ] = 64
     max_num_batched_tokens: Annotated[
         int,
-        Meta(
+        option(
+            "Largest number of tokens per step; longer prompts are processed in chunks, so that "
+            "running sequences continue meanwhile. 0 chooses it from the model's speed when it is "
+            "loaded.",
             ge=0,
             le=100_000_000,
-            description="Largest number of tokens per step; longer prompts are processed in "
-            "chunks, so that running sequences continue meanwhile. 0 chooses it from the model's "
-            "speed when it is loaded.",
-            extra=_NUMBER,
+        ),
+    ] = 0
+    kv_cache_bytes: Annotated[
+        int,
+        option(
+            "Memory for the keys and values of requests, per process; requests beyond it wait. "
+            "Default: 0, which chooses it from the memory of the device.",
+            ge=0,
+            unit="bytes",
+            is_common=True,
         ),
     ] = 0
     queue_requests_max: Annotated[
         int,
-        Meta(
+        option(
+            "Largest number of requests that wait in the engine.",
             ge=1,
             le=10_000_000,
-            description="Largest number of requests that wait in the engine.",
-            extra=_NUMBER,
+            former="--queue-requests-max",
         ),
     ] = 1024
-    kv_cache_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Memory for the keys and values of requests, per process; requests beyond "
-            "it wait. Default: 0, which chooses it from the memory of the device.",
-            extra={"metavar": "BYTES"},
-        ),
-    ] = 0
     paged_attention: Annotated[
         bool,
-        Meta(
-            description="Keep keys and values in blocks of tokens, without padding, where the "
-            "model allows it."
+        option(
+            "Keep keys and values in blocks of tokens, without padding, if the model allows it."
         ),
     ] = True
     prefix_caching: Annotated[
         bool,
-        Meta(
-            description="Reuse the keys and values of a prompt's beginning for requests of the "
-            "same adapter version that begin with the same tokens."
+        option(
+            "Reuse the keys and values of a prompt's beginning for requests of the same adapter "
+            "version that begin with the same tokens."
         ),
     ] = True
-    context_tokens_max: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=100_000_000,
-            description="Largest number of tokens of prompt and output together; 0 for the model's "
-            "own limit.",
-            extra=_NUMBER,
+    capture_steps: Annotated[
+        bool,
+        option(
+            "Capture decode steps as CUDA graphs and replay them, if the model allows it. CUDA "
+            "only."
         ),
-    ] = 0
+    ] = False
+    expert_parallel: Annotated[
+        bool,
+        option(
+            "With --tensor-parallel-size above 1: keep some experts whole in each process instead "
+            "of some columns of every expert."
+        ),
+    ] = False
+    adapter_weights: Annotated[
+        dict[str, Annotated[int, Meta(ge=1, le=ADAPTER_WEIGHT_MAX)]] | None,
+        option(
+            "Share of an adapter in the steps while requests of several adapters wait: a number "
+            "from 1 to 1000, 1 by default. Repeat for several. Default: none.",
+            metavar="ADAPTER=NUMBER",
+        ),
+    ] = None
     task: Annotated[
         str,
-        Meta(
-            description="Task of the model: generate, embed, classify, or auto for what its "
-            "config.json specifies.",
-            extra={"metavar": "TASK", "choices": TASKS},
+        option(
+            "Task of the model: generate, embed, classify, or auto for what its config.json "
+            "specifies.",
+            metavar="TASK",
+            choices=("auto", *TASKS),
         ),
     ] = "auto"
     pooling: Annotated[
         str,
-        Meta(
-            description="How the hidden states of an input become one vector: mean, cls, last, or "
-            "auto for what the model's files specify.",
-            extra={"metavar": "KIND", "choices": POOLINGS},
+        option(
+            "How the hidden states of an input become one vector: mean, cls, last, or auto for "
+            "what the model's files specify.",
+            metavar="KIND",
+            choices=("auto", *POOLINGS),
         ),
     ] = "auto"
     normalize: Annotated[
         bool | None,
-        Meta(
-            description="Scale embeddings to length 1. Default: what the model's files specify.",
-        ),
+        option("Scale embeddings to length 1. Default: what the model's files specify."),
     ] = None
-    expert_parallel: Annotated[
+    pin_memory: Annotated[
+        bool | None,
+        option("Page-lock the memory of staged adapters. Default: only on CUDA."),
+    ] = None
+    file_threads: Annotated[
+        int,
+        option("Threads that read adapters, and the same number that read images.", ge=1, le=1024),
+    ] = 2
+    allow_pickled_weights: Annotated[
         bool,
-        Meta(
-            description="With --tensor-parallel-size above 1: keep some experts whole in each "
-            "process instead of some columns of every expert."
+        option(
+            "Accept .bin and .pt weights of adapters without a safetensors file; only tensors are "
+            "unpickled."
         ),
     ] = False
-    capture_steps: Annotated[
-        bool,
-        Meta(
-            description="Capture decode steps as CUDA graphs and replay them, where the model "
-            "allows it. CUDA only."
-        ),
-    ] = False
-    quantization: Annotated[
-        str,
-        Meta(
-            description="Quantize the model while it is loaded: torchao-int8, torchao-int4, "
-            "bitsandbytes-8bit, bitsandbytes-4bit or fp8. Default: as it was saved.",
-            extra={"metavar": "NAME", "choices": QUANTIZATIONS},
-        ),
-    ] = "none"
-    adapter_weights: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Share of an adapter in the steps while requests of several adapters wait: "
-            "a number from 1 to 1000, 1 for adapters without one. Repeat for several.",
-            extra={"metavar": "ADAPTER=NUMBER"},
-        ),
-    ] = ()
 
 
-class EngineArguments(EngineOptions, frozen=True, kw_only=True):
-    """The command line of an engine process."""
+class EngineStart(Struct, frozen=True, kw_only=True):
+    """The options of an engine that is started by itself, and how it reaches its controller."""
+
+    PANEL: ClassVar = "Engine process"
 
     connect: Annotated[
         str,
-        Meta(
-            description="The controller's ipc:// socket for engines, or its tcp:// address for "
-            "engines: two ports above the address that `loradock serve --listen` names.",
-            extra={"metavar": "ADDRESS"},
+        option(
+            "The controller's ipc:// socket for engines, or its tcp:// address for engines: two "
+            "ports above the address that `loradock serve --listen` names.",
+            metavar="ADDRESS",
+            is_common=True,
         ),
     ]
     model: Annotated[
-        str, Meta(description="Directory of the base model.", extra={"metavar": "DIRECTORY"})
+        str,
+        option("Directory of the base model.", metavar="DIRECTORY", is_common=True),
     ]
     adapter_roots: Annotated[
         tuple[str, ...],
-        Meta(
-            description="Directory to load adapters from; repeat for several. Default: none, so "
-            "that no adapter can be loaded.",
-            extra={"metavar": "DIRECTORY"},
+        option(
+            "Directory to load adapters from; repeat for several. Default: none, so that no "
+            "adapter can be loaded.",
+            metavar="DIRECTORY",
+            is_common=True,
         ),
     ] = ()
+    tensor_parallel_size: Annotated[
+        int,
+        option(
+            "Number of processes that hold the model together, one per device.",
+            ge=1,
+            le=1024,
+            is_common=True,
+        ),
+    ] = 1
     max_loras: Annotated[
         int,
-        Meta(
-            description="Device slots: the largest number of adapters in one batch.", extra=_NUMBER
+        option(
+            "Device slots: the largest number of adapters in one batch.",
+            ge=1,
+            le=65_536,
+            is_common=True,
         ),
     ] = 1
     device_bytes_max: Annotated[
-        int, Meta(description="Device memory for adapters.", extra={"metavar": "BYTES"})
-    ] = 1 << 30
+        int,
+        option("Device memory for adapters.", ge=1, le=1 << 50, unit="bytes", is_common=True),
+    ] = DEVICE_BYTES_DEFAULT
     key: Annotated[
         str,
-        Meta(
-            description="File of this engine's key pair, whose public key the controller allows "
-            "as an engine's; only its user may be able to read it.",
-            extra={"metavar": "FILE"},
+        option(
+            "File of this engine's key pair, whose public key the controller allows as an "
+            "engine's; only its user may be able to read it.",
+            metavar="FILE",
+            is_common=True,
         ),
     ]
     server_key: Annotated[
         str,
-        Meta(
-            description="File of the controller's public key: keys/server.key.pub in its "
-            "directory.",
-            extra={"metavar": "FILE"},
+        option(
+            "File of the controller's public key: keys/server.key.pub in its directory.",
+            metavar="FILE",
+            is_common=True,
         ),
     ]
-    log_format: Annotated[
-        str,
-        Meta(
-            description="Format of the lines on stderr: console or json.",
-            extra={"metavar": "NAME"},
-        ),
-    ] = "console"
-    log_level: Annotated[
-        str,
-        Meta(
-            description="Least important lines on stderr: debug, info, warning or error.",
-            extra={"metavar": "NAME"},
-        ),
-    ] = "info"
-    parent_pid: Annotated[
-        int | None,
-        Meta(
-            description="Process id of the supervisor: the engine ends when that process has.",
-            extra={"metavar": "PID"},
-        ),
-    ] = None
-    progress: Annotated[
-        str,
-        Meta(
-            description="Shared memory in which the engine reports the step of its main loop to "
-            "its supervisor. Default: none.",
-            extra={"metavar": "FILE"},
-        ),
-    ] = ""
-    step_timeout_ms: Annotated[
-        int,
-        Meta(
-            description="The bound of a step, in milliseconds, that is reported there.",
-            extra=_NUMBER,
-        ),
-    ] = 300_000
-    engine_id: Annotated[
-        str,
-        Meta(
-            description="Name of this engine process, unique for each start. Default: --launch-id "
-            "and a random text.",
-            extra={"metavar": "NAME"},
-        ),
-    ] = ""
-    launch_id: Annotated[
-        str,
-        Meta(
-            description="Name of the supervisor's run: its controller takes an engine of another "
-            "one for ended. Default: none.",
-            extra={"metavar": "NAME"},
-        ),
-    ] = ""
+    log_format: Annotated[LogFormat, option("Format of the log on stderr.", is_common=True)] = (
+        "console"
+    )
+    log_level: Annotated[LogLevel, option("Least important lines of the log that are written.")] = (
+        "info"
+    )
+
+
+class EngineProcess(Struct, frozen=True, kw_only=True):
+    """The JSON argument of an engine process.
+
+    `parent_pid`: the supervisor's, with which the engine ends; None without one. `progress`: the
+    shared memory in which it reports its steps to its supervisor. `engine_id`: unique for each
+    start; empty for `launch_id` and a random string. `launch_id`: the supervisor's run, whose
+    controller takes an engine of another run for ended.
+    """
+
+    start: EngineStart
+    lora: LoRAOptions = LoRAOptions()
+    engine: EngineOptions = EngineOptions()
+    parent_pid: int | None = None
+    progress: str = ""
+    step_timeout_ms: int = STEP_TIMEOUT_MS
+    engine_id: str = ""
+    launch_id: str = ""

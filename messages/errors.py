@@ -1,11 +1,39 @@
-"""The error codes for clients, and their meanings.
+"""The error codes, their meanings, and the exceptions with a code, of the engine and of clients.
 
-A code never changes its meaning; a new failure gets a new code. Exceptions are each package's own;
-they carry a code.
+A code never changes its meaning; a new failure gets a new code. An engine raises an exception, the
+controller passes on its code, message and details, and a client raises an exception of the same
+class. Exceptions that programs handle are built-in exceptions too, so that `except ValueError` and
+the like reach them without an import.
+
+    LoradockError
+    ├── EngineError               what an engine finds
+    │   ├── NoRoom                L001  RuntimeError: every slot or host place is in use
+    │   ├── AdapterNotFound       L002  FileNotFoundError: a directory or file is missing
+    │   ├── AdapterDoesNotFit     L003  ValueError: rank, shape, module or dtype
+    │   ├── DeviceOutOfMemory     L004  RuntimeError: no space in the arena, or no memory for it
+    │   ├── AdapterConfigRefused  L005  ValueError: the PEFT config is malformed or not supported
+    │   ├── UnknownAdapter        L006  KeyError: no adapter of this name or id
+    │   ├── NotResident           L007  an empty slot, or a stale slot version
+    │   ├── NotFinite             L008  ValueError: NaN or infinity, also after rounding
+    │   ├── PathNotAllowed        L009  ValueError: outside the adapter roots, a link, not a file
+    │   ├── Conflict              L010  files changed while being read, slot or name in use
+    │   ├── EngineGone            L011  the engine ended, or did not answer in time
+    │   ├── Malformed             L012  a request that is not valid, or that this model can't run
+    │   │   └── ContextExceeded   L019  longer than the model's context
+    │   ├── Overloaded            L015  a queue reached its bound
+    │   └── NotServed             L016  a task other than the engine's
+    ├── NotAllowed                L013
+    ├── LogUnavailable            L014
+    ├── HandlingFailed            L017
+    └── ServerStops               L018
 """
 
+# Classes are named by what happened, like the codes, and not with the suffix `Error`.
+# ruff: noqa: N818
+
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple, Self
 
 DETAILS_MAX: Final = 128
 DETAIL_CHARACTERS_MAX: Final = 320
@@ -95,3 +123,171 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
         False,
     ),
 }
+
+
+class LoradockError(Exception):
+    """A request that was refused or failed.
+
+    `code` is stable, `message` is for people. `request_id` is the client's id of the request, empty
+    if none was sent. `retry_after_s`: when the controller suggests another attempt; 0 if it
+    suggests nothing. `details`: every finding, if the message names only the first of many; of the
+    last failures only, so a repeated request may be answered without them.
+    """
+
+    code: ClassVar[ErrorCode]
+
+    def __init__(self, message: str = "", request_id: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.request_id = request_id
+        self.retry_after_s = 0.0
+        self.details: tuple[str, ...] = ()
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed later."""
+        return MEANINGS[self.code].retryable
+
+    def __str__(self) -> str:
+        return f"{self.code} {MEANINGS[self.code].summary}: {self.message}"
+
+    def about(self, subject: str) -> Self:
+        """Return this error with a message that begins with what it is about."""
+        error = type(self)(f"{subject}: {self.message}", self.request_id)
+        error.details = self.details
+        return error
+
+
+class EngineError(LoradockError):
+    """A command was refused or failed, and changed nothing that a batch can see."""
+
+
+class NoRoom(EngineError, RuntimeError):
+    """Every slot, or the host, is occupied by adapters that can't be evicted."""
+
+    code = ErrorCode.NO_ROOM
+
+
+class AdapterNotFound(EngineError, FileNotFoundError):
+    """The adapter's directory or one of its files is missing or can't be read."""
+
+    code = ErrorCode.NOT_FOUND
+
+
+class AdapterDoesNotFit(EngineError, ValueError):
+    """The adapter's rank, shapes or modules don't fit the model or the engine's limits."""
+
+    code = ErrorCode.DOES_NOT_FIT
+
+
+class DeviceOutOfMemory(EngineError, RuntimeError):
+    """The arena has no free space, or the device has no memory for it."""
+
+    code = ErrorCode.DEVICE_OUT_OF_MEMORY
+
+
+class AdapterConfigRefused(EngineError, ValueError):
+    """The PEFT config is malformed, or uses a feature that is not supported."""
+
+    code = ErrorCode.CONFIG_REFUSED
+
+
+class UnknownAdapter(EngineError, KeyError):
+    """No adapter of this name or id is known."""
+
+    code = ErrorCode.UNKNOWN_ADAPTER
+
+
+class NotResident(EngineError):
+    """The adapter is not in its slot any more."""
+
+    code = ErrorCode.NOT_RESIDENT
+
+
+class NotFinite(EngineError, ValueError):
+    """A tensor contains NaN or infinity, or would after rounding to the LoRA dtype."""
+
+    code = ErrorCode.NOT_FINITE
+
+
+class PathNotAllowed(EngineError, ValueError):
+    """The path leaves the adapter roots, crosses a link, or is not a regular file."""
+
+    code = ErrorCode.PATH_NOT_ALLOWED
+
+
+class Conflict(EngineError):
+    """The name belongs to other content, the adapter is held or in use, or its files changed."""
+
+    code = ErrorCode.CONFLICT
+
+
+class EngineGone(EngineError):
+    """The engine is gone or failed unexpectedly, or no answer came before the deadline."""
+
+    code = ErrorCode.ENGINE_GONE
+
+
+class Malformed(EngineError):
+    """The request is invalid, this model can't run it, or its answer has the wrong type."""
+
+    code = ErrorCode.MALFORMED
+
+
+class ContextExceeded(Malformed):
+    """The prompt, or prompt and `max_tokens` together, are longer than the model's context."""
+
+    code = ErrorCode.CONTEXT_EXCEEDED
+
+
+class Overloaded(EngineError):
+    """Too many requests are in flight."""
+
+    code = ErrorCode.OVERLOADED
+
+
+class NotServed(EngineError):
+    """The engine's model was loaded for a task other than the request's."""
+
+    code = ErrorCode.NOT_SERVED
+
+
+class NotAllowed(LoradockError):
+    """The client's key doesn't have the right to make this request."""
+
+    code = ErrorCode.NOT_ALLOWED
+
+
+class LogUnavailable(LoradockError):
+    """The controller can't write its log and refuses commands; queries still work."""
+
+    code = ErrorCode.LOG_UNAVAILABLE
+
+
+class HandlingFailed(LoradockError):
+    """The controller could not handle the request, an internal error; nothing was changed."""
+
+    code = ErrorCode.HANDLING_FAILED
+
+
+class ServerStops(LoradockError):
+    """The server is stopping: requests in progress end, and new ones are refused."""
+
+    code = ErrorCode.STOPPING
+
+
+def _tree(kind: type[LoradockError]) -> Iterator[type[LoradockError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _tree(child)
+
+
+ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
+    kind.code: kind for kind in _tree(LoradockError) if kind is not EngineError
+}
+"""The class of each code."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's message without its code, which is reported beside it."""
+    return error.message if isinstance(error, LoradockError) else str(error)

@@ -54,46 +54,32 @@ ROOMS: Final = (
     ),
     _package("controller.log", "messages controller.core", "caio msgspec xxhash"),
     _package(
-        "controller.server.startup", "processes messages controller.core", "msgspec structlog"
-    ),
-    _package(
         "controller.server",
-        "processes messages controller.core controller.log controller.server.startup",
+        "processes messages controller.core controller.log",
         "msgspec structlog xxhash",
     ),
     _package("client", "processes messages", "msgspec"),
-    _package("cli.options", "processes messages controller.server.startup", "msgspec typer"),
-    _package("cli.example", "", "typer"),
-    _package("cli.pages", "controller.server.startup", "rich typer"),
     _package(
         "cli",
         "processes messages controller.core controller.log controller.server "
-        "controller.server.startup client cli.example cli.options "
-        "cli.pages gateway.options",
+        "client gateway.options",
         "msgspec rich structlog typer",
     ),
     _package(
-        "cli.server",
-        "processes messages cli client controller.core controller.server.startup",
-        "msgspec typer",
+        "cli.serve",
+        "processes messages cli client controller.core controller.log controller.server "
+        "gateway.options",
+        "msgspec structlog typer",
     ),
-    # It joins the commands of both.
-    Room(
-        "cli.main",
-        ("cli.main",),
-        (
-            *("messages", "cli", "cli.server", "cli.pages"),
-            *("cli.example", "client"),
-        ),
-        ("typer",),
-    ),
+    # It joins all commands.
+    Room("cli.main", ("cli.main",), ("messages", "cli", "cli.serve", "client"), ("typer",)),
     # The engine, from the ground up.
-    _package("engine", "messages.errors", "torch"),
+    _package("engine", "messages.errors messages.engine_options messages.options", "torch"),
     # The only one that imports transformers.
     _package("engine.models.library", "engine", "torch transformers"),
     _package(
         "engine.adapters",
-        "engine engine.models.library processes.safe_open",
+        "messages.engine_options engine engine.models.library processes.safe_open",
         "msgspec re2 torch xxhash",
     ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
@@ -132,8 +118,9 @@ ROOMS: Final = (
     _package("engine.models.probes", "engine engine.models.caches engine.models.vision", "torch"),
     _package(
         "engine.models",
-        "messages.prompts messages.requests messages.views engine engine.adapters engine.kernels "
-        "engine.kernels.__init__ engine.residency engine.punica engine.layers "
+        "messages.engine_options messages.prompts messages.requests messages.views engine "
+        "engine.adapters engine.kernels engine.kernels.__init__ engine.residency "
+        "engine.punica engine.layers "
         "engine.models.caches engine.models.library "
         "engine.models.probes engine.models.vision",
         "msgspec safetensors torch",

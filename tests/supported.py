@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from loradock.engine.adapters.peft_config import FIELD_RULES
-from loradock.engine.config import QUANTIZATIONS, LoRAConfig
+from loradock.engine.config import LoRAConfig
 from loradock.engine.layers import CONVOLUTION_WRAPPERS, FULLY_SHARDED, WRAPPERS, BaseLayerWithLoRA
 from loradock.engine.layers.experts import ExpertsWithLoRA
 from loradock.engine.layout import ModuleKind
@@ -18,6 +18,7 @@ from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.packing import PACKING_RULES
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica import MappingType
+from loradock.messages.engine_options import QUANTIZATIONS
 from tests.matrix import read_rows
 from tests.parity import read_results
 from tests.support.documents import between_marks

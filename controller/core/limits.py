@@ -4,12 +4,14 @@ A replay with the same limits makes the same decisions. The shell's options (pat
 nothing and are not here.
 """
 
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import msgspec
 from msgspec import Meta, Struct
 
 from loradock.controller.core.answers import WindowBounds
+from loradock.messages.engine_options import DEVICE_BYTES_DEFAULT
+from loradock.messages.options import option
 
 RULES = 3
 """The number of the core's rules. A change of what `handle` decides, or of a refusal's text (which
@@ -46,40 +48,119 @@ class LimitsError(ValueError):
 class Limits(Struct, frozen=True):
     """The bounds of the controller; the one that is reached first decides."""
 
-    slots_max: Annotated[int, Meta(ge=1, le=65_536)] = 8
-    """Device slots, and so the most distinct adapters in one batch (vLLM's `max_loras`)."""
-    host_adapters_max: Count = 64
-    """Adapters with weights on the host, in any state (vLLM's `max_cpu_loras`)."""
-    host_bytes_max: SizeBytes = 4 * _GIB
-    """Pageable memory for `cpu-cached` adapters."""
-    pinned_bytes_max: SizeBytes = 4 * _GIB
-    """Page-locked memory for `pinned` and `gpu-slot` adapters."""
-    device_bytes_max: SizeBytes = _GIB
-    """The engine's arena."""
-    known_adapters_max: Count = 1_000_000
-    """Adapters known by name, evicted ones and replaced versions included."""
-    requests_max: Count = 16_384
-    """Pending requests, running generations included."""
-    answers_max: Count = 262_144
-    """Answers stored for repeated requests; beyond it, the client with the most loses its oldest.
-    A request whose answer is dropped counts as new."""
-    answers_per_client_max: Count = 1024
-    """Answers stored of one client."""
-    answers_kept_ms: DurationMs = 3_600_000
-    """How long answers are stored."""
-    request_timeout_ms: DurationMs = 30_000
-    """How long a request waits if the client does not specify it."""
-    generation_timeout_ms: DurationMs = 600_000
-    """How long a generation may take if the client does not specify it."""
-    operation_timeout_ms: DurationMs = 60_000
-    """How long the engine may take for one operation before the waiting requests are refused."""
-    rest_ms: DurationMs = 5_000
-    """How long an adapter that the engine failed to move is not moved again without a request."""
-    digest_interval: Count = 1024
-    """Inputs between two digests in the log."""
-    slot_quantum_ms: QuantumMs = 0
-    """How long an adapter keeps its slot for running generations while others wait for one; 0: to
-    the end of the generations. Logs without this limit are of that rule."""
+    PANEL: ClassVar = "Bounds"
+
+    slots_max: Annotated[
+        int,
+        Meta(ge=1, le=65_536),
+        option(
+            "Device slots: the largest number of different adapters in one batch.",
+            flag="--max-loras",
+            former="--slots",
+            is_common=True,
+        ),
+    ] = 8
+    host_adapters_max: Annotated[
+        Count,
+        option(
+            "Largest number of adapters kept in host memory (RAM), those in slots included.",
+            flag="--max-cpu-loras",
+            former="--host-adapters",
+            is_common=True,
+        ),
+    ] = 64
+    host_bytes_max: Annotated[
+        SizeBytes,
+        option(
+            "Host memory for adapters that are loaded and not staged.",
+            unit="bytes",
+            is_common=True,
+        ),
+    ] = 4 * _GIB
+    pinned_bytes_max: Annotated[
+        SizeBytes,
+        option(
+            "Host memory for staged adapters and those in slots; page-locked if the device is a "
+            "CUDA device.",
+            unit="bytes",
+        ),
+    ] = 4 * _GIB
+    device_bytes_max: Annotated[
+        SizeBytes,
+        option(
+            "Device memory for adapters, reserved when the engine starts.",
+            unit="bytes",
+            is_common=True,
+        ),
+    ] = DEVICE_BYTES_DEFAULT
+    known_adapters_max: Annotated[
+        Count,
+        option(
+            "Largest number of adapter names remembered, including evicted adapters and replaced "
+            "versions."
+        ),
+    ] = 1_000_000
+    requests_max: Annotated[
+        Count,
+        option(
+            "Largest number of requests in progress, running generations included; further "
+            "requests are refused (L015)."
+        ),
+    ] = 16_384
+    answers_max: Annotated[
+        Count,
+        option(
+            "Past answers to keep, so that a request that is sent again is not executed twice. "
+            "Beyond it, the client with the most answers loses its oldest."
+        ),
+    ] = 262_144
+    answers_per_client_max: Annotated[Count, option("Past answers to keep of one client.")] = 1024
+    answers_kept_ms: Annotated[
+        DurationMs, option("How long past answers are kept.", unit="seconds")
+    ] = 3_600_000
+    request_timeout_ms: Annotated[
+        DurationMs,
+        option("Time limit of a request whose client sets none.", unit="seconds"),
+    ] = 30_000
+    generation_timeout_ms: Annotated[
+        DurationMs,
+        option(
+            "Time limit of a generation, an embedding or a classification whose client sets none.",
+            unit="seconds",
+        ),
+    ] = 600_000
+    operation_timeout_ms: Annotated[
+        DurationMs,
+        option(
+            "Time limit of one operation of the engine, for example a load, before the waiting "
+            "requests are refused.",
+            unit="seconds",
+        ),
+    ] = 60_000
+    rest_ms: Annotated[
+        DurationMs,
+        option(
+            "Delay before a failed operation on an adapter is retried; a new request for the "
+            "adapter retries it at once.",
+            flag="--retry-backoff",
+            former="--rest",
+            unit="seconds",
+        ),
+    ] = 5_000
+    digest_interval: Annotated[
+        Count,
+        option("Records between two digests of the state in the log, which a replay compares."),
+    ] = 1024
+    slot_quantum_ms: Annotated[
+        QuantumMs,
+        option(
+            "How long an adapter keeps its slot while others wait for one; its running generations "
+            "pause then and continue when it is its turn again. 0: until they end.",
+            unit="seconds",
+            default=SLOT_QUANTUM_MS,
+        ),
+    ] = 0
+    """Logs without this limit are of the rule that 0 stands for."""
 
 
 def window_bounds(limits: Limits) -> WindowBounds:
@@ -92,8 +173,8 @@ def check_limits(limits: Limits) -> Limits:
     """Return `limits`; raises `LimitsError` with both values if two contradict."""
     if limits.host_adapters_max < limits.slots_max:
         raise LimitsError(
-            f"host-adapters is {limits.host_adapters_max}, slots {limits.slots_max}: an adapter "
-            "in a slot is on the host too; raise host-adapters or lower slots"
+            f"max-cpu-loras must be at least max-loras, which is {limits.slots_max}, got "
+            f"{limits.host_adapters_max}: an adapter in a slot is on the host too"
         )
     return limits
 
@@ -105,7 +186,7 @@ def rules_read() -> str:
 
 def limits_from(values: dict[str, int]) -> Limits:
     """Return the limits of a log's header; raises `LimitsError` for unknown or invalid ones."""
-    unknown = sorted(set(values) - set(Limits.__struct_fields__))
+    unknown = sorted(set(values) - set(Limits.__struct_encode_fields__))
     if unknown:
         raise LimitsError(f"limits {unknown} are unknown to rules {RULES}")
     try:
@@ -116,4 +197,5 @@ def limits_from(values: dict[str, int]) -> Limits:
 
 def limits_to(limits: Limits) -> dict[str, int]:
     """Return the limits as a log's header stores them."""
-    return msgspec.structs.asdict(limits)
+    values: dict[str, int] = msgspec.to_builtins(limits)
+    return values

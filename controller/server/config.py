@@ -1,6 +1,6 @@
-"""Configurations of the controller's process and of `loradock serve`, and their exit statuses."""
+"""The configuration of a controller process, of which a part are options of `loradock serve`."""
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
@@ -12,55 +12,92 @@ from loradock.controller.log.settings import (
     SYNC_INTERVAL_MS,
     SyncPolicy,
 )
-from loradock.controller.server.hang_watch import HANG_TIMEOUT_MS, STEP_TIMEOUT_MS
 from loradock.controller.server.preloads import PRELOADS_MAX, DefaultPaths
-from loradock.messages.engine_options import EngineOptions, LogFormat, LogLevel
+from loradock.messages.engine_options import LogFormat, LogLevel
 from loradock.messages.ids import AdapterName, Path
+from loradock.messages.options import option
 
-EXIT_FAILED: Final = 1
-"""The disk failed: a restart reads what it holds."""
-EXIT_CONFIG: Final = 2
-"""No process can be started with these options."""
-EXIT_SOCKET: Final = 6
-"""A socket can't be opened."""
-EXIT_LOG: Final = 7
-"""The log is damaged, foreign, in use or diverges: a restart does not help."""
-
-EngineKind = Literal["managed", "external"]
-"""Whether `serve` starts the engine, or waits for one that is started elsewhere."""
+_HOUR_MS = 3_600_000
+_COUNT_MAX = 10_000_000
 
 
-class ServerConfig(Struct, frozen=True):
-    """Configuration of a controller process; durations in milliseconds, sizes in bytes."""
+class ServerOptions(Struct, frozen=True, kw_only=True):
+    """The options of a controller besides its limits; durations in milliseconds, sizes in bytes."""
 
-    directory: str
-    limits: Limits = Limits()
-    policy: str = "lru"
-    sync: SyncPolicy = "group"
-    sync_interval_ms: int = SYNC_INTERVAL_MS
-    segment_bytes_max: int = SEGMENT_BYTES_MAX
-    engine_timeout_ms: int = 10_000
-    checked: bool = False
-    """Verify every invariant after every input; slow, for tests and for debugging."""
-    listen: str = ""
-    """Where clients and engines connect over a network: `tcp://HOST:PORT`; empty: nowhere."""
-    default_mm_loras: DefaultPaths = {}
-    """Modality -> path of the adapter for requests that contain it and name no adapter."""
-    snapshot_interval: int = SNAPSHOT_INTERVAL
-    """Inputs between two snapshots."""
-    log_retention: str = "drop"
-    """What is done with files of the log that no restart needs: drop, archive:DIRECTORY or keep."""
-    log_keep_hours: int = LOG_KEEP_HOURS
-    """How long such files are kept before."""
-    preloads: Annotated[tuple[tuple[AdapterName, Path], ...], Meta(max_length=PRELOADS_MAX)] = ()
-    """Names and paths of adapters that are loaded at the start."""
+    PANEL: ClassVar = "Log and recovery"
+
+    policy: Annotated[
+        str,
+        option(
+            "Which adapter is evicted when space is needed: lru (the least recently used), "
+            "cheapest-first (the least recently used of those that are cheapest to load again: "
+            "slots last) or none (evict nothing).",
+            metavar="NAME",
+            panel="Bounds",
+            is_common=True,
+        ),
+    ] = "lru"
+    sync: Annotated[
+        SyncPolicy,
+        option(
+            "When to fsync the log: group (once per group of requests), always (after every "
+            "record), interval (see --sync-interval) or never."
+        ),
+    ] = "group"
+    sync_interval_ms: Annotated[
+        int,
+        option("Time between fsyncs with --sync interval.", ge=1, le=_HOUR_MS, unit="seconds"),
+    ] = SYNC_INTERVAL_MS
+    segment_bytes_max: Annotated[
+        int,
+        option("Start a new log file when one reaches this size.", ge=1, unit="bytes"),
+    ] = SEGMENT_BYTES_MAX
+    engine_timeout_ms: Annotated[
+        int,
+        option(
+            "The engine counts as lost after this time without a message from it; the time of a "
+            "step that is in progress is not counted (see --step-timeout).",
+            ge=1,
+            le=_HOUR_MS,
+            unit="seconds",
+        ),
+    ] = 10_000
+    checked: Annotated[
+        bool, option("For debugging: verify every invariant after every input (slow).")
+    ] = False
+    snapshot_interval: Annotated[
+        int,
+        option(
+            "Make a snapshot of the state once per this number of records; a restart reads the "
+            "last snapshot and the records after it.",
+            ge=1,
+            le=_COUNT_MAX,
+        ),
+    ] = SNAPSHOT_INTERVAL
+    log_retention: Annotated[
+        str,
+        option(
+            "What is done with log files that no restart needs, once they are --log-keep-hours "
+            "old: drop, archive:DIRECTORY (move them there) or keep.",
+            metavar="ACTION",
+        ),
+    ] = "drop"
+    log_keep_hours: Annotated[
+        int,
+        option(
+            "How long log files are kept that no restart needs, in hours of the server's running "
+            "time; 0 keeps none.",
+            ge=0,
+            le=_COUNT_MAX,
+        ),
+    ] = LOG_KEEP_HOURS
 
 
 class Supervision(Struct, frozen=True):
     """What a controller process shares with its supervisor; the defaults are for one without.
 
     `parent_fd` closes when the supervisor ends. The controller writes to `restart_fd` which engine
-    has to be restarted. `progress` and `engine_progress` are the paths of the pages in which the
+    has to be restarted. `progress` and `engine_progress` are the paths of the memory in which the
     controller and its engine report their steps. `engine_key`: the public key of the engine that
     the supervisor starts, made for this run. `launch_id`: how the ids of such engines begin.
     """
@@ -75,20 +112,17 @@ class Supervision(Struct, frozen=True):
     log_level: LogLevel = "info"
 
 
-class ServeConfig(Struct, frozen=True):
-    """Configuration of `loradock serve`."""
+class ServerConfig(ServerOptions, frozen=True):
+    """The configuration of a controller process.
 
-    server: ServerConfig
-    model: str = ""
-    adapter_roots: tuple[str, ...] = ()
-    engine: EngineKind = "managed"
-    engine_options: EngineOptions = EngineOptions()
-    tensor_parallel_size: int = 1
-    hang_timeout_ms: int = HANG_TIMEOUT_MS
-    """A child that is stopped is killed and restarted within this time."""
-    log_format: LogFormat = "console"
-    log_level: LogLevel = "info"
-    step_timeout_ms: int = STEP_TIMEOUT_MS
-    """An engine whose main loop is in one step for longer is killed and restarted."""
-    gateway: tuple[str, ...] = ()
-    """Arguments of Python for an HTTP gateway's process; empty for none."""
+    `listen`: where clients and engines connect over a network, `tcp://HOST:PORT`; empty: nowhere.
+    `default_mm_loras`: modality -> path of the adapter for requests that contain it and name no
+    adapter. `preloads`: names and paths of adapters that are loaded at the start.
+    """
+
+    directory: str
+    limits: Limits = Limits()
+    listen: str = ""
+    default_mm_loras: DefaultPaths = {}
+    preloads: Annotated[tuple[tuple[AdapterName, Path], ...], Meta(max_length=PRELOADS_MAX)] = ()
+    supervision: Supervision = Supervision()

@@ -103,18 +103,3 @@ class DefaultAdapters:
 def _adapter(modality: Modality, path: DefaultPath) -> DefaultAdapter:
     digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
     return DefaultAdapter(f"default-{modality}-{digest}", path)
-
-
-def default_paths(options: Iterable[str]) -> DefaultPaths:
-    """Parse `MODALITY=PATH` options; raise `ValueError` for one that is malformed or repeated."""
-    paths: DefaultPaths = {}
-    for option in options:
-        modality, _, path = option.partition("=")
-        if not modality or not path:
-            raise ValueError(f"default adapter {option!r}; MODALITY=PATH is needed")
-        if modality != "image":
-            raise ValueError(f"default adapter {option!r}; image is the only modality")
-        if "image" in paths:
-            raise ValueError(f"default adapter {option!r}; image has {paths['image']!r} already")
-        paths["image"] = path
-    return paths

@@ -3,6 +3,7 @@
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,14 +18,7 @@ from loradock.controller.log.retention import retention_from
 from loradock.controller.log.writer import Log
 from loradock.controller.server.access import OWN_ENGINE, Access
 from loradock.controller.server.admin import SettingsFile
-from loradock.controller.server.config import (
-    EXIT_CONFIG,
-    EXIT_FAILED,
-    EXIT_LOG,
-    EXIT_SOCKET,
-    ServerConfig,
-    Supervision,
-)
+from loradock.controller.server.config import ServerConfig, Supervision
 from loradock.controller.server.keys import (
     AllowedKey,
     DirectoryRefused,
@@ -35,10 +29,12 @@ from loradock.controller.server.keys import (
 from loradock.controller.server.server import Server
 from loradock.controller.server.supervision import SupervisorLink
 from loradock.controller.server.transport import Transport, TransportError
+from loradock.messages.options import check_options
 from loradock.messages.records import FORMAT, Header
 from loradock.processes import process_log
 from loradock.processes.key_files import KeyFileError
 from loradock.processes.progress import Progress
+from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_FAILED, EXIT_LOG, EXIT_SOCKET
 
 _THREAD_SWITCH_S: Final = 0.001
 RECOVERY_S_MIN: Final = 300.0
@@ -52,14 +48,15 @@ class ConfigError(Exception):
 
 
 def main() -> int:
-    """Run the process with the arguments CONFIG [SUPERVISION]; return the exit status.
-
-    Both arguments are JSON.
-    """
-    supervision = msgspec.json.decode((sys.argv[2:] or ["{}"])[0], type=Supervision)
-    process_log.configure(supervision.log_format, "controller", supervision.log_level)
+    """Run the process with a `ServerConfig` as JSON in `sys.argv`; return its exit status."""
+    process_log.configure(name="controller")
+    supervision = Supervision()
     try:
-        _serve(_read_config(sys.argv[1]), supervision)
+        config = _decoded(sys.argv[1:])
+        supervision = config.supervision
+        process_log.configure(supervision.log_format, "controller", supervision.log_level)
+        _check_config(config)
+        _serve(config)
     except LogSyncFailed as error:
         return _end(supervision, "the disk failed", error, EXIT_FAILED)
     except (LogError, LimitsError) as error:
@@ -78,18 +75,26 @@ def _end(supervision: Supervision, event: str, error: Exception, status: int) ->
     return status
 
 
-def _read_config(text: str) -> ServerConfig:
+def _decoded(arguments: Sequence[str]) -> ServerConfig:
     try:
-        config = msgspec.json.decode(text, type=ServerConfig)
+        return msgspec.json.decode(arguments[0], type=ServerConfig)
+    except (IndexError, msgspec.MsgspecError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_config(config: ServerConfig) -> None:
+    """Raise `ConfigError` for values that contradict one another or that nothing implements."""
+    try:
+        check_options(config)
         check_limits(config.limits)
         check_policy(config.policy)
         retention_from(config.log_retention)
-    except (msgspec.MsgspecError, LimitsError, PolicyUnknownError, ValueError) as error:
+    except (PolicyUnknownError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    return config
 
 
-def _serve(config: ServerConfig, supervision: Supervision) -> None:
+def _serve(config: ServerConfig) -> None:
+    supervision = config.supervision
     parent_fd, progress = supervision.parent_fd, Progress(supervision.progress)
     # Each connection is a file descriptor, and ZeroMQ aborts the process when none is left.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -99,7 +104,7 @@ def _serve(config: ServerConfig, supervision: Supervision) -> None:
     progress.enter("recover", _recovery_bound_s(Path(config.directory)))
     directory = Path(config.directory)
     check_controller_directory(directory)
-    access = _access(config, supervision)
+    access = _access(config)
     settings = SettingsFile(directory, config.limits, config.policy)
     opened = _open_log(config, settings)
     with Transport(directory, access, config.listen) as transport:
@@ -115,11 +120,11 @@ def _serve(config: ServerConfig, supervision: Supervision) -> None:
         server.run(parent_fd)
 
 
-def _access(config: ServerConfig, supervision: Supervision) -> Access:
+def _access(config: ServerConfig) -> Access:
     """Return the allowed keys; raises `ConfigError` if remote clients would have none."""
     store = KeyStore(Path(config.directory))
     store.read()
-    own = supervision.engine_key
+    own = config.supervision.engine_key
     engine = (AllowedKey(OWN_ENGINE, own, "engine"),) if own else ()
     access = Access(store, engine)
     if config.listen and not access.clients:

@@ -16,8 +16,9 @@ from loradock.engine.adapters.bounded_regex import PatternRefused, PatternTable
 from loradock.engine.adapters.directory import open_adapter
 from loradock.engine.adapters.lora_request import tensorizer_directory
 from loradock.engine.adapters.problems import Problems, shown
-from loradock.engine.config import DEFAULT_BOUNDS, LORA_RANKS, AdapterBounds, LoRAConfig
+from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
 from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
+from loradock.messages.engine_options import LORA_RANKS
 
 T = TypeVar("T")
 

@@ -81,7 +81,7 @@ class Problems:
         try:
             yield
         except _SEVEREST_FIRST as error:
-            self.add(type(error), str(error), error.details)
+            self.add(type(error), error.message, error.details)
 
     def error(self) -> EngineError:
         """Return one error for all problems, of the first class among config, fit, values."""

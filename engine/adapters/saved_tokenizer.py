@@ -77,7 +77,7 @@ class BaseTokenizer:
             try:
                 return self._compared(files)
             except EngineError as error:
-                return (f"the tokenizer beside the adapter is not compared: {error}",)
+                return (f"the tokenizer beside the adapter is not compared: {error.message}",)
 
     def _compared(self, files: AdapterFiles) -> tuple[str, ...]:
         if (current := files.other(TOKENIZER_FILE)) is not None:

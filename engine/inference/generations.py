@@ -8,7 +8,7 @@ while memory allows, their keys and values, until their adapter is in a slot aga
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from loradock.engine.errors import NotFinite, RequestRefused, code_of
+from loradock.engine.errors import NotFinite, RequestRefused, code_of, text_of
 from loradock.engine.inference.batch import SequenceBatch
 from loradock.engine.inference.output_cache import OutputCache
 from loradock.engine.inference.queues.priority_queue import PriorityQueue
@@ -159,7 +159,7 @@ class Generations:
         """Report that a generation failed; its other sequences are then unknown to `of`."""
         generation = self.of(sequence)
         if generation is not None:
-            self._emit(OperationFailed(sequence.command.op, code_of(error), str(error)))
+            self._emit(OperationFailed(sequence.command.op, code_of(error), text_of(error)))
             self._release(generation)
 
     def resend(self, request_id: RequestId) -> None:

@@ -276,4 +276,4 @@ class PoolingScheduler:
 
     def _fail(self, request: PoolingRequest, error: EngineError) -> None:
         del self._waiting[request.command.request_id]
-        self._emit(OperationFailed(request.command.op, error.code, str(error)))
+        self._emit(OperationFailed(request.command.op, error.code, error.message))

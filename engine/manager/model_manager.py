@@ -30,6 +30,7 @@ from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import (
     DeviceOutOfMemory,
     EngineError,
+    LoradockError,
     NoFreeSlot,
     NoRoom,
     NotRegistered,
@@ -343,7 +344,7 @@ class LoRAModelManager(ManagerAttributes):
         try:
             self._request_for(kind, adapter_id)
         except NoRoom as error:
-            raise NoFreeSlot(str(error)) from None
+            raise NoFreeSlot(error.message) from None
 
     def _request_for(self, kind: type, adapter_id: int, *fields: Any, **named: Any) -> None:
         self._request(kind, str(adapter_id), *fields, **named)
@@ -400,7 +401,7 @@ def _check_positive(sizes: Mapping[str, int]) -> None:
 
 def _error_of_refusal(
     refusal: Refusal, core: InProcessController, kind: type, names: Sequence[str]
-) -> EngineError:
+) -> LoradockError:
     """Return the error for a refused request of class `kind` about the adapters `names`."""
     if refusal.code is ErrorCode.UNKNOWN_ADAPTER and kind is requests.HoldAdapter:
         return NotRegistered(f"Pinning failed. LoRA {names[0]} is not registered. Add it first")

@@ -176,7 +176,7 @@ def _move_to_device(model: PreTrainedModel, config: EngineConfig) -> None:
 def _prepare(
     saved: _LoadedModel, config: EngineConfig, lora_config: LoRAConfig
 ) -> CausalModel | PoolingModel:
-    model, tokenizer, tokens_max = saved.model, saved.tokenizer, config.context_tokens_max
+    model, tokenizer, tokens_max = saved.model, saved.tokenizer, config.max_model_len
     if saved.task == "generate":
         processor = _find_processor(config.model_directory, model.config)
         return CausalModel(model, lora_config, tokenizer, tokens_max, processor)

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from loradock.engine.config import LORA_DTYPES, QUANTIZATIONS, UNQUANTIZED, EngineConfig
+from loradock.engine.config import LORA_DTYPES, EngineConfig
 from loradock.engine.errors import ModelRefused
 from loradock.engine.kernels.packed_linear import has_fast_products
 from loradock.engine.models.library.names import (
@@ -20,6 +20,7 @@ from loradock.engine.models.library.names import (
     TorchAoConfig,
 )
 from loradock.engine.parallel import ParallelGroup
+from loradock.messages.engine_options import QUANTIZATIONS, UNQUANTIZED
 
 
 def _torchao_int8() -> Any:

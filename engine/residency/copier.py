@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from loradock.engine.errors import code_of, error_of
+from loradock.engine.errors import code_of, error_of, text_of
 from loradock.engine.parallel import ParallelGroup
 from loradock.messages.errors import ErrorCode
 
@@ -170,7 +170,7 @@ class CollectiveCopy:
         except Exception as raised:
             # The other ranks have to receive any error before it propagates here.
             error = raised
-        report = b"" if error is None else msgspec.msgpack.encode((code_of(error), str(error)))
+        report = b"" if error is None else msgspec.msgpack.encode((code_of(error), text_of(error)))
         reports = self._group.gather_bytes(report)
         if error is not None:
             raise error

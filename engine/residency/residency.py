@@ -24,6 +24,7 @@ from loradock.engine.errors import (
     code_of,
     details_of,
     is_out_of_memory,
+    text_of,
 )
 from loradock.engine.jobs import Jobs
 from loradock.engine.layout import ModuleShape
@@ -163,7 +164,7 @@ class Residency:
         code = code_of(error)
         if code == ErrorCode.ENGINE_GONE:
             _log.error("operation failed unexpectedly", error=repr(error), exc_info=error)
-        text = str(error) or type(error).__name__
+        text = text_of(error) or type(error).__name__
         self._report(reports.OperationFailed(op, code, text, details_of(error)))
 
     def _fail_or_raise(self, op: OpId, error: Exception) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from loradock.engine.errors import Conflict, code_of, details_of, error_of
+from loradock.engine.errors import Conflict, code_of, details_of, error_of, text_of
 from loradock.engine.jobs import FinishedJob, Jobs
 from loradock.engine.parallel import ParallelGroup
 from loradock.messages.errors import ErrorCode
@@ -85,7 +85,7 @@ class CollectiveJobs(Generic[T]):
     def _outcome(self, number: int, future: "Future[Any]") -> Outcome:
         error = future.exception()
         if error is not None:
-            return Outcome(number, code_of(error), str(error), details=details_of(error))
+            return Outcome(number, code_of(error), text_of(error), details=details_of(error))
         return Outcome(number, stamp=self._stamp_of(future.result()))
 
     def _is_complete(self, number: int) -> bool:

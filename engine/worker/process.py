@@ -1,10 +1,7 @@
-"""The start and the end of an engine process: options, model, socket, signals, exit status.
+"""The start and the end of an engine process: configuration, model, socket, signals, exit status.
 
-It runs as one process, or as one rank of several that `torchrun` starts:
-
-    python -m loradock.engine.worker --connect ipc:///run/loradock/engine --model DIR \\
-      --adapter-root DIR
-    torchrun --nproc-per-node 2 -m loradock.engine.worker ...
+It runs as one process, or as one rank of several that `torchrun` starts. Its argument is an
+`EngineProcess` as JSON: `loradock serve` makes it, or `loradock engine run` on another machine.
 """
 
 import gc
@@ -13,8 +10,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
+from uuid import uuid4
 
+import msgspec
 import structlog
 import zmq
 
@@ -41,34 +41,44 @@ from loradock.engine.parallel import (
 )
 from loradock.engine.worker.engine import Engine
 from loradock.engine.worker.leader import Leader, follow
-from loradock.engine.worker.options import configs, parse
 from loradock.engine.worker.worker import QUEUE_FRAMES, Wakeup, Worker
-from loradock.messages.engine_options import EngineArguments
+from loradock.messages.engine_options import EngineProcess
 from loradock.messages.traces import configured_tracer
 from loradock.messages.wire import COMMANDS
 from loradock.processes import process_log
 from loradock.processes.key_files import KeyPair, read_key_pair, read_public_key
 from loradock.processes.progress import Progress
+from loradock.processes.subprocesses import EXIT_CONFIG
 
 if TYPE_CHECKING:
     from loradock.engine.worker.spans import InferenceSpans
 
-EXIT_CONFIG: Final = 2
-"""No engine can start with these options and this model: the supervisor does not try again."""
+_ENGINE_ID_CHARACTERS: Final = 32
 
 _log = structlog.get_logger()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
+    """Run the process with the arguments in `sys.argv`; return its exit status."""
+    try:
+        process = msgspec.json.decode(sys.argv[1], type=EngineProcess)
+    except (IndexError, msgspec.MsgspecError) as error:
+        process_log.configure(name="engine")
+        _log.error("wrong configuration", error=str(error))
+        return EXIT_CONFIG
+    return run(process)
+
+
+def run(options: EngineProcess) -> int:
     """Load the model, attach to the controller and serve; return the exit status.
 
     Every rank that `torchrun` starts runs this: rank 0 serves, and the others follow it.
     """
-    options = parse(arguments)
-    process_log.configure(options.log_format, "engine", options.log_level)
+    process_log.configure(options.start.log_format, "engine", options.start.log_level)
+    options = with_engine_id(options)
     try:
         config, lora_config = configs(options)
-        keys = read_key_pair(options.key), read_public_key(options.server_key)
+        keys = read_key_pair(options.start.key), read_public_key(options.start.server_key)
         spans = _configured_spans()
         _check_default_adapters(config, lora_config)
         parents = _open_parents(options.parent_pid)
@@ -90,6 +100,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def with_engine_id(options: EngineProcess) -> EngineProcess:
+    """Return the configuration with a unique id of this start, unless it has an id."""
+    unique = (options.launch_id + uuid4().hex)[:_ENGINE_ID_CHARACTERS]
+    return msgspec.structs.replace(options, engine_id=options.engine_id or unique)
+
+
+def configs(options: EngineProcess) -> tuple[EngineConfig, LoRAConfig]:
+    """Return the configurations of the engine and of LoRA; raises `ValueError`."""
+    start = options.start
+    if not start.connect.startswith(("ipc://", "tcp://")):
+        raise ValueError(f"--connect must be an ipc:// or tcp:// address, got {start.connect!r}")
+    config = EngineConfig(
+        model_directory=Path(start.model),
+        adapter_roots=tuple(map(Path, start.adapter_roots)),
+        device_bytes_max=start.device_bytes_max,
+        **vars(options.engine),
+    )
+    return config, LoRAConfig(max_loras=start.max_loras, **vars(options.lora))
+
+
 def _check_default_adapters(config: EngineConfig, lora_config: LoRAConfig) -> None:
     """Raise `PathNotAllowed` for a default adapter's path that will never be read.
 
@@ -103,7 +133,7 @@ def _check_default_adapters(config: EngineConfig, lora_config: LoRAConfig) -> No
         except (AdapterNotFound, Conflict) as error:
             _log.warning("a default adapter is not there yet", modality=modality, error=str(error))
         except PathNotAllowed as error:
-            raise PathNotAllowed(f"default_mm_loras, {modality}={path}: {error}") from error
+            raise PathNotAllowed(f"default_mm_loras, {modality}={path}: {error.message}") from error
 
 
 def _configured_spans() -> "InferenceSpans | None":
@@ -131,7 +161,7 @@ class RankSetup(NamedTuple):
     spans: "InferenceSpans | None"
 
 
-def _run(setup: RankSetup, options: EngineArguments) -> int:
+def _run(setup: RankSetup, options: EngineProcess) -> int:
     wakeup, group = Wakeup(), setup.group
     try:
         model = _load(setup)
@@ -178,11 +208,11 @@ def _load(setup: RankSetup) -> CausalModel | PoolingModel:
 
 
 def _serve(
-    engine: Engine | Leader, setup: RankSetup, options: EngineArguments, wakeup: Wakeup
+    engine: Engine | Leader, setup: RankSetup, options: EngineProcess, wakeup: Wakeup
 ) -> None:
     """Serve the controller until a signal or the end of a parent."""
     with zmq.Context() as context:
-        socket = _connect(context, options.connect, setup.key, setup.server_key)
+        socket = _connect(context, options.start.connect, setup.key, setup.server_key)
         progress, step_bound_s = Progress(options.progress), options.step_timeout_ms / 1000
         worker = Worker(engine, socket, wakeup, setup.parents, progress, step_bound_s, setup.spans)
         _handle_signals(worker, wakeup, bool(setup.parents))

@@ -2,9 +2,7 @@
 
 A supervisor therefore gets the same status as from an engine of one process. If a signal to
 `torchrun` ends the engine, the status is 0.
-
-    python -m loradock.engine.worker.torchrun --standalone --nproc-per-node 2 \\
-      -m loradock.engine.worker --connect ...
+`loradock.processes.subprocesses.engine_command` makes its command line.
 """
 
 import os

@@ -192,7 +192,7 @@ def _tables(result: Result) -> "list[Table | str]":
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from loradock.cli.pages.tables import field_table
+    from loradock.cli.output import field_table
 
     errors = ", ".join(f"{code} {count}" for code, count in sorted(result.errors.items()))
     fields = {

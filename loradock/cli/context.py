@@ -6,11 +6,13 @@ Heavy modules are imported when a command runs, so that help and completion answ
 # See above.
 # ruff: noqa: PLC0415
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
@@ -147,10 +149,37 @@ def open_client(ctx: typer.Context) -> "Iterator[Client]":
         yield client
 
 
+def lock_holder(directory: Path) -> int:
+    """Return the process that writes the log of a controller's directory; 0 for none.
+
+    It takes no part in the locks.
+    """
+    try:
+        status = os.stat(directory / "log")
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return 0
+    # "1: FLOCK  ADVISORY  WRITE 1234 fe:01:5678 0 EOF"
+    for line in lines:
+        fields = line.split()
+        if len(fields) < 6 or fields[1] != "FLOCK":
+            continue
+        major, minor, inode = fields[5].split(":")
+        device = os.makedev(int(major, 16), int(minor, 16))
+        if (device, int(inode)) == (status.st_dev, status.st_ino) and fields[4].isdecimal():
+            return int(fields[4])
+    return 0
+
+
+def replace_process(command: Sequence[str]) -> NoReturn:
+    """Run a command instead of this process (exec), so that its signals and exit status count."""
+    sys.stdout.flush()
+    os.execv(command[0], list(command))  # noqa: S606
+
+
 def _check_server(directory: Path) -> None:
     """Raise `ServerNotRunning` unless a process accepts connections in the directory."""
     from loradock.client.sockets import connection_to, unserved_reason
-    from loradock.controller.server.startup.locks import lock_holder
 
     if reason := unserved_reason(connection_to(directory)):
         raise ServerNotRunning(directory, reason, lock_holder(directory))

@@ -1,6 +1,7 @@
-"""The command on the engine process: `engine restart`.
+"""The commands on the engine process: `engine run` and `engine restart`.
 
-It sends signals to the engine, so it works on the machine and as the user of the server only.
+The latter sends signals to the engine, so it works on the machine and as the user of the server
+only.
 """
 
 # Heavy modules are imported when a command runs: help and completion answer at once.
@@ -14,9 +15,24 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from loradock.cli.context import AsJson, InferenceTimeout, open_client, output_of, settings_of
+from loradock.cli.context import (
+    AsJson,
+    InferenceTimeout,
+    open_client,
+    output_of,
+    replace_process,
+    settings_of,
+)
 from loradock.cli.exit_codes import CommandError, ExitCode
+from loradock.cli.options import with_options
 from loradock.client.session import GENERATION_TIMEOUT_S
+from loradock.messages.engine_options import (
+    EngineOptions,
+    EngineProcess,
+    EngineStart,
+    LoRAOptions,
+)
+from loradock.processes.subprocesses import engine_command
 
 if TYPE_CHECKING:
     from loradock.client import Client
@@ -29,8 +45,21 @@ _POLL_S: Final = 0.1
 _ELSEWHERE: Final = "an engine on another machine can't be restarted from here"
 
 app = typer.Typer()
-engine_app = typer.Typer(no_args_is_help=True, help="Restart the engine.")
+engine_app = typer.Typer(
+    no_args_is_help=True, help="Run an engine for a server elsewhere, or restart the engine."
+)
 app.add_typer(engine_app, name="engine")
+
+
+@engine_app.command()
+@with_options
+def run(start: EngineStart, lora: LoRAOptions, options: EngineOptions) -> None:
+    """Run an engine for a server that was started with --engine external.
+
+    Each option is also an environment variable: LORADOCK_CONNECT for --connect.
+    """
+    process = EngineProcess(start=start, lora=lora, engine=options)
+    replace_process(engine_command(process))
 
 
 @engine_app.command()

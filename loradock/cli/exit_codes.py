@@ -92,7 +92,7 @@ HINTS: Final[dict[ErrorCode, str]] = {
     ErrorCode.HANDLING_FAILED: "report a bug, with the controller's messages and its log",
     ErrorCode.STOPPING: "start the server again: loradock serve",
     ErrorCode.CONTEXT_EXCEEDED: "shorten the prompt or lower --max-tokens, or serve with a larger "
-    "--context-tokens-max if the model allows it",
+    "--max-model-len if the model allows it",
 }
 
 

@@ -3,16 +3,13 @@
 An expected error ends in one line and a hint, never in a traceback.
 """
 
-# Heavy modules are imported when a command runs: help and completion answer at once.
-# ruff: noqa: PLC0415
-
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
 from loradock.cli.context import Settings, settings_of
 from loradock.cli.exit_codes import EXIT_MEANINGS, CommandError, ExitCode, failure_of
-from loradock.cli.pages.overview import Entry, OverviewGroup
+from loradock.cli.help import USAGE_ERROR, WIDTH_MAX, Entry, OverviewGroup
 from loradock.client.errors import LoradockError
 from loradock.messages import VERSION
 
@@ -28,219 +25,133 @@ First steps, in a directory of your own; the last two in another terminal:
 """
 
 
-def _adapters() -> typer.Typer:
-    from loradock.cli import adapters
-
-    return adapters.app
-
-
-def _top() -> typer.Typer:
-    from loradock.cli import top
-
-    return top.app
-
-
-def _streaming() -> typer.Typer:
-    from loradock.cli import streaming
-
-    return streaming.app
-
-
-def _pooling() -> typer.Typer:
-    from loradock.cli import pooling
-
-    return pooling.app
-
-
-def _bench() -> typer.Typer:
-    from loradock.cli import bench
-
-    return bench.app
-
-
-def _serve() -> typer.Typer:
-    from loradock.cli import serve
-
-    return serve.app
-
-
-def _gateway() -> typer.Typer:
-    from loradock.cli import gateway
-
-    return gateway.app
-
-
-def _engine_commands() -> typer.Typer:
-    from loradock.cli import engine_commands
-
-    return engine_commands.app
-
-
-def _log_state_commands() -> typer.Typer:
-    from loradock.cli import log_state_commands
-
-    return log_state_commands.app
-
-
-def _keys() -> typer.Typer:
-    from loradock.cli import keys
-
-    return keys.app
-
-
-def _timeline() -> typer.Typer:
-    from loradock.cli import timeline
-
-    return timeline.app
-
-
-def _example() -> typer.Typer:
-    from loradock.cli.example import command
-
-    return command.app
-
-
-def _life() -> typer.Typer:
-    from loradock.cli.server import life
-
-    return life.app
-
-
-def _in_progress() -> typer.Typer:
-    from loradock.cli.server import in_progress
-
-    return in_progress.app
-
-
-def _settings() -> typer.Typer:
-    from loradock.cli.server import settings
-
-    return settings.app
-
-
 COMMANDS: Final = {
     "Server": (
         Entry(
             "example",
-            _example,
+            "example",
             "Write an example to serve: a model of 0.8 million parameters and eight adapters, "
             "7 MB.",
         ),
         Entry(
             "serve",
-            _serve,
+            "serve.command",
             "Run a controller and its engine until Ctrl-C; both are restarted if they die or hang.",
         ),
         Entry(
             "ready",
-            _life,
+            "life",
             "Wait until the server has an engine and answers; exit with 6 if it does not in time.",
         ),
         Entry(
             "status",
-            _adapters,
+            "adapters",
             "Show the server, its engine and its memory; exit with 6 if no engine is attached.",
         ),
         Entry(
             "stop",
-            _life,
+            "life",
             "End the server: new requests are refused, and those in progress end first.",
         ),
         Entry(
-            "config", _settings, "Show and change the limits and the policy of a running server."
+            "config", "running", "Show and change the limits and the policy of a running server."
         ),
         Entry(
             "gateway",
-            _gateway,
+            "gateway",
             "Serve the OpenAI protocol, metrics and a page over HTTP, for a server that runs here.",
         ),
-        Entry("engine", _engine_commands, "Restart the engine."),
-        Entry("keys", _keys, "Make keys, and decide which ones may connect to the server."),
+        Entry(
+            "engine",
+            "engine_commands",
+            "Run an engine for a server elsewhere, or restart the engine.",
+        ),
+        Entry("keys", "keys", "Make keys, and decide which ones may connect to the server."),
     ),
     "Adapters": (
-        Entry("load", _adapters, "Read and check an adapter, and keep it in host memory."),
-        Entry("list", _adapters, "List every known adapter and where it is."),
+        Entry("load", "adapters", "Read and check an adapter, and keep it in host memory."),
+        Entry("list", "adapters", "List every known adapter and where it is."),
         Entry(
             "show",
-            _adapters,
+            "adapters",
             "Show everything that is known about one adapter, also why it was refused.",
         ),
         Entry(
             "prefetch",
-            _adapters,
+            "adapters",
             "Move an adapter towards a slot ahead of its use; ends before it has moved.",
         ),
         Entry(
             "stage",
-            _adapters,
+            "adapters",
             "Prepare an adapter in page-locked memory, ready to be copied to the device.",
         ),
         Entry(
             "activate",
-            _adapters,
+            "adapters",
             "Copy one adapter, or all adapters of a batch, into device slots.",
         ),
         Entry(
             "deactivate",
-            _adapters,
+            "adapters",
             "Remove an adapter from its slot; it stays in page-locked memory.",
         ),
-        Entry("hold", _adapters, "Activate an adapter and exempt it from every eviction."),
-        Entry("release", _adapters, "End a hold."),
+        Entry("hold", "adapters", "Activate an adapter and exempt it from every eviction."),
+        Entry("release", "adapters", "End a hold."),
         Entry(
             "evict",
-            _adapters,
+            "adapters",
             "Drop an adapter's weights from all memory; it is loaded again when it is used.",
         ),
-        Entry("remove", _adapters, "Forget an adapter; its name is free again."),
+        Entry("remove", "adapters", "Forget an adapter; its name is free again."),
     ),
     "Inference": (
         Entry(
             "generate",
-            _streaming,
+            "inference",
             "Continue a prompt, with or without images, and print the text as it is generated.",
         ),
         Entry(
             "embed",
-            _pooling,
+            "inference",
             "Compute a vector per text and show how similar they are; --json prints the vectors.",
         ),
-        Entry("classify", _pooling, "Compute a score per text and label of the model."),
+        Entry("classify", "inference", "Compute a score per text and label of the model."),
         Entry(
             "requests",
-            _in_progress,
+            "running",
             "List the requests in progress: id, adapter, age, and tokens sent so far.",
         ),
         Entry(
             "cancel",
-            _in_progress,
+            "running",
             "Stop a running generation of any client; its client gets the output so far.",
         ),
         Entry(
             "bench",
-            _bench,
+            "bench",
             "Measure a running server: requests and tokens per second, and latencies.",
         ),
     ),
     "Monitoring": (
-        Entry("top", _top, "Show slots, states, rates and waits, updated until Ctrl-C."),
+        Entry("top", "top", "Show slots, states, rates and waits, updated until Ctrl-C."),
         Entry(
             "slow",
-            _in_progress,
+            "running",
             "Show the slowest operations on adapters and the slowest requests of the last hour.",
         ),
-        Entry("events", _streaming, "Print the life-cycle events, in order and without gaps."),
+        Entry("events", "inference", "Print the life-cycle events, in order and without gaps."),
     ),
     "Log": (
-        Entry("log", _log_state_commands, "Check the log's files, and repair corruption."),
+        Entry("log", "log_commands", "Check the log's files, and repair corruption."),
         Entry(
             "replay",
-            _log_state_commands,
+            "log_commands",
             "Rebuild the controller's state from the log, compare digests, and show the adapters.",
         ),
         Entry(
             "timeline",
-            _timeline,
+            "timeline",
             "Draw the adapters of a log over time: a lane per slot, loads, evictions and failures.",
         ),
     ),
@@ -249,14 +160,13 @@ COMMANDS: Final = {
 
 
 _JSON: Final = "--json"
-_UsageError: Final[Any] = typer.BadParameter.__bases__[0]
-"""The base class of all errors in a command line; typer does not export it."""
 
 
 def _end(
     ctx: typer.Context, error: LoradockError | CommandError | OSError, cause: Exception
 ) -> NoReturn:
     """Print an error, and end the command with its exit code."""
+    # rich is imported only to print.
     from loradock.cli.output import Output
 
     failure, settings = failure_of(error), settings_of(ctx)
@@ -264,10 +174,47 @@ def _end(
     raise typer.Exit(failure.exit_code) from cause
 
 
+def load(module: str) -> typer.Typer:  # noqa: C901, PLR0912 - a case per module
+    """Import a module of commands; return its application."""
+    # Help and completion answer at once because the others are not imported.
+    # ruff: noqa: PLC0415
+    match module:
+        case "adapters":
+            from loradock.cli.adapters import app as found
+        case "bench":
+            from loradock.cli.bench import app as found
+        case "engine_commands":
+            from loradock.cli.engine_commands import app as found
+        case "example":
+            from loradock.cli.example import app as found
+        case "gateway":
+            from loradock.cli.gateway import app as found
+        case "inference":
+            from loradock.cli.inference import app as found
+        case "keys":
+            from loradock.cli.keys import app as found
+        case "life":
+            from loradock.cli.life import app as found
+        case "log_commands":
+            from loradock.cli.log_commands import app as found
+        case "running":
+            from loradock.cli.running import app as found
+        case "serve.command":
+            from loradock.cli.serve.command import app as found
+        case "timeline":
+            from loradock.cli.timeline import app as found
+        case "top":
+            from loradock.cli.top import app as found
+        case _:
+            raise ValueError(f"{module} is not a module of commands")
+    return found
+
+
 class Commands(OverviewGroup):
     """All commands; an error of a command ends the program with its exit code."""
 
     panels = COMMANDS
+    load = staticmethod(load)
     exit_codes = tuple((str(code.value), text) for code, text in EXIT_MEANINGS.items())
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -282,7 +229,7 @@ class Commands(OverviewGroup):
         except BrokenPipeError:
             # The reader of the output closed it; typer handles this.
             raise
-        except _UsageError as error:
+        except USAGE_ERROR as error:
             if not ctx.meta[_JSON]:
                 raise
             # The arguments could not be read, so neither was their format.
@@ -298,6 +245,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": WIDTH_MAX},
     help=_HELP,
 )
 

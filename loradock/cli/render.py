@@ -8,15 +8,14 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
-from rich.table import Table
 
-from loradock.cli.pages.tables import FittingTable, field_table, safe
-from loradock.cli.serve_settings import LIMIT_OPTIONS
+from loradock.cli.output import FittingTable, Renderable, field_table, safe
 from loradock.client.calls import Classification, Embedding
 from loradock.client.streams import EventItem, Gap, Snapshot
-from loradock.controller.server.startup.sizes import format_size
+from loradock.controller.core.limits import Limits
 from loradock.messages.control import RequestsListed, SettingsShown, SlowListed
 from loradock.messages.ids import NO_SLOT
+from loradock.messages.options import Option, format_size, options_of
 from loradock.messages.requests import (
     AdapterDone,
     AdapterShown,
@@ -43,8 +42,6 @@ _LIST_COLUMNS: Final = (
     *("leases", "waiting", "loads", "evictions", "failures"),
 )
 """The columns of `list`, the most important ones first."""
-
-Renderable = Table | FittingTable | str
 
 
 def renderables(reply: Any) -> list[Renderable]:
@@ -371,19 +368,20 @@ def _slow(reply: SlowListed) -> list[Renderable]:
 
 
 def _settings(reply: SettingsShown) -> list[Renderable]:
-    fields = {"policy": reply.policy}
+    fields, options = {"policy": reply.policy}, {o.encoded: o for o in options_of(Limits)}
     for name, value in reply.limits.items():
         note = "  (fixed until a restart)" if name in reply.fixed else ""
-        flag, _ = LIMIT_OPTIONS.get(name, (name, ""))
-        fields[flag.removeprefix("--")] = f"{readable_limit(name, value)}{note}"
+        option = options.get(name)
+        # A server of another version can have other limits.
+        label = option.flag.removeprefix("--") if option else name
+        fields[label] = f"{_limit(option, value)}{note}"
     return [field_table(fields)]
 
 
-def readable_limit(name: str, value: int) -> str:
-    """Return a limit with the unit that the end of its name specifies."""
-    if name.endswith("_bytes_max"):
-        return format_size(value)
-    return duration(value) if name.endswith("_ms") else str(value)
+def _limit(option: Option | None, value: int) -> str:
+    if option is None:
+        return str(value)
+    return duration(value) if option.is_scaled else option.shown(value)
 
 
 def duration(milliseconds: int) -> str:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, get_args
 import typer
 
 from loradock.cli.context import AsJson, open_client, output_of
-from loradock.controller.server.startup.sizes import format_size
 from loradock.messages.ids import NO_SLOT, AdapterState
+from loradock.messages.options import format_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -176,7 +176,7 @@ def _table(
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from loradock.cli.pages.tables import safe
+    from loradock.cli.output import safe
 
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1))
     for column in columns:

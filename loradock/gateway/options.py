@@ -1,12 +1,15 @@
 """The options of a gateway process, defined once.
 
-`loradock gateway` and `loradock serve` make their options from `GatewayOptions`, and the process
+`loradock gateway` and `loradock serve` have the options of `GatewayOptions`, and the process
 receives `GatewayConfig` as JSON.
 """
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
+
+from loradock.messages.engine_options import LogFormat
+from loradock.messages.options import option
 
 PORT_DEFAULT: Final = 8000
 HOST_DEFAULT: Final = "127.0.0.1"
@@ -21,219 +24,226 @@ KEYS_VARIABLES: Final = ("LORADOCK_API_KEY", "VLLM_API_KEY")
 """Environment variables that may contain an API key."""
 
 
-def _option(
-    flag: str,
-    text: str,
-    metavar: str | None = None,
-    least: int | None = None,
-    most: int | None = None,
-) -> Any:
-    return Meta(description=text, extra={"flag": flag, "metavar": metavar}, ge=least, le=most)
-
-
 class GatewayOptions(Struct, frozen=True, kw_only=True):
     """The options that both commands have; sizes in bytes, durations in seconds."""
 
+    PANEL: ClassVar = "HTTP gateway"
+
     api_keys: Annotated[
         tuple[str, ...],
-        _option(
-            "--api-key",
+        option(
             "Key that requests have to send as `Authorization: Bearer KEY`; repeat for several. "
             "Default: the variables LORADOCK_API_KEY and VLLM_API_KEY.",
-            "KEY",
+            metavar="KEY",
+            is_common=True,
+            is_secret=True,
         ),
     ] = ()
     api_key_file: Annotated[
-        str, _option("--api-key-file", "File with one API key per line.", "FILE")
+        str, option("File with one API key per line. Default: none.", metavar="FILE")
     ] = ""
     allowed_hosts: Annotated[
         tuple[str, ...],
-        _option(
-            "--allowed-host",
+        option(
             "Name under which requests may address the gateway; repeat for several, * for any. "
             "Default: any with an API key, HTTPS or a network's address; otherwise localhost, "
             "127.0.0.1, ::1 and the address of --http, so that no web page can reach it.",
-            "HOST",
+            metavar="HOST",
         ),
     ] = ()
     allowed_origins: Annotated[
         tuple[str, ...],
-        _option(
-            "--allowed-origins",
+        option(
             "Web site whose pages may read answers in a browser (CORS), as https://example.org; "
             "several, a JSON list, or * for any. Default: none.",
-            "ORIGIN",
+            flag="--allowed-origins",
+            metavar="ORIGIN",
         ),
     ] = ()
     allowed_methods: Annotated[
         tuple[str, ...],
-        _option(
-            "--allowed-methods",
+        option(
             "Method that pages of --allowed-origins may use; several, or a JSON list. Default: "
             "all.",
-            "METHOD",
+            flag="--allowed-methods",
+            metavar="METHOD",
         ),
     ] = ()
     allowed_headers: Annotated[
         tuple[str, ...],
-        _option(
-            "--allowed-headers",
+        option(
             "Header that pages of --allowed-origins may send; several, or a JSON list. Default: "
             "all.",
-            "HEADER",
+            flag="--allowed-headers",
+            metavar="HEADER",
         ),
     ] = ()
     allow_credentials: Annotated[
         bool,
-        _option(
-            "--allow-credentials",
-            "Let pages of --allowed-origins send cookies and certificates of their users.",
-        ),
+        option("Let pages of --allowed-origins send cookies and certificates of their users."),
     ] = False
     root_path: Annotated[
         str,
-        _option(
-            "--root-path",
-            "Prefix of all paths at a proxy in front of the gateway, as /llm; requests may have it "
-            "or not.",
-            "PATH",
+        option(
+            "Prefix of all paths at a proxy in front of the gateway, as /llm; requests may have "
+            "it or not. Default: none.",
+            metavar="PATH",
         ),
     ] = ""
-    ssl_keyfile: Annotated[str, _option("--ssl-keyfile", "Private key for HTTPS.", "FILE")] = ""
-    ssl_certfile: Annotated[str, _option("--ssl-certfile", "Certificate for HTTPS.", "FILE")] = ""
+    ssl_keyfile: Annotated[str, option("Private key for HTTPS. Default: none.", metavar="FILE")] = (
+        ""
+    )
+    ssl_certfile: Annotated[
+        str, option("Certificate for HTTPS. Default: none.", metavar="FILE")
+    ] = ""
     ssl_ca_certs: Annotated[
         str,
-        _option(
-            "--ssl-ca-certs",
-            "Certificates of authorities; clients need a certificate that one of them signed.",
-            "FILE",
+        option(
+            "Certificates of authorities; clients need a certificate that one of them signed. "
+            "Default: none.",
+            metavar="FILE",
         ),
     ] = ""
     served_model_names: Annotated[
         tuple[str, ...],
-        _option(
-            "--served-model-name",
+        option(
             "Name of the base model for HTTP clients, or several; the first is in answers. "
             "Default: the name of the model's directory.",
-            "NAME",
+            metavar="NAME",
+            is_common=True,
         ),
     ] = ()
     lora_modules: Annotated[
         tuple[str, ...],
-        _option(
-            "--lora-modules",
-            'Adapter to load at the start: NAME=PATH, or JSON with "name" and "path"; or several.',
-            "NAME=PATH",
+        option(
+            'Adapter to load at the start: NAME=PATH, or JSON with "name" and "path"; or several. '
+            "Default: none.",
+            flag="--lora-modules",
+            metavar="NAME=PATH",
         ),
     ] = ()
     allow_runtime_lora_updating: Annotated[
         bool,
-        _option(
-            "--allow-runtime-lora-updating",
+        option(
             "Let HTTP clients load, unload, hold and evict adapters. The variable "
             f"{UPDATING_VARIABLE} allows it too.",
+            is_common=True,
         ),
     ] = False
     lora_resolver_roots: Annotated[
         tuple[str, ...],
-        _option(
-            "--lora-resolver-root",
+        option(
             "Directory in which an unknown model name is looked up as an adapter's directory; "
-            "repeat for several.",
-            "DIRECTORY",
+            "repeat for several. Default: none.",
+            metavar="DIRECTORY",
         ),
     ] = ()
     lora_resolvers: Annotated[
         tuple[str, ...],
-        _option(
-            "--lora-resolver",
-            "Installed plugin (entry point of loradock.lora_resolvers) that finds the directory of "
-            "an unknown model name; repeat for several.",
-            "NAME",
+        option(
+            "Installed plugin (entry point of loradock.lora_resolvers) that finds the directory "
+            "of an unknown model name; repeat for several. Default: none.",
+            metavar="NAME",
         ),
     ] = ()
     chat_template: Annotated[
         str,
-        _option("--chat-template", "File with a chat template instead of the model's own.", "FILE"),
+        option("File with a chat template. Default: the model's own.", metavar="FILE"),
     ] = ""
     tool_call_parser: Annotated[
         Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder"],
-        _option(
-            "--tool-call-parser",
+        option(
             "Format in which the model writes calls of tools: hermes, llama3_json, mistral or "
             "qwen3_coder. Default: auto, the one that the chat template shows.",
-            "NAME",
+            metavar="NAME",
         ),
     ] = AUTO_PARSER
     allowed_media_domains: Annotated[
         tuple[str, ...],
-        _option(
-            "--allowed-media-domain",
+        option(
             "Host from which images may be fetched; repeat for several. Default: none, so that "
             "images are data URLs.",
-            "HOST",
+            metavar="HOST",
         ),
     ] = ()
-    max_model_len: Annotated[
-        int,
-        _option(
-            "--max-model-len",
-            "Largest number of tokens of prompt and output together; 0 for the limit in the "
-            "model's config.json.",
-            "NUMBER",
-            0,
-        ),
-    ] = 0
     body_bytes_max: Annotated[
         int,
-        _option(
-            "--body-bytes", "Largest body of an HTTP request; a larger one is refused.", "BYTES", 1
-        ),
+        option("Largest body of an HTTP request; a larger one is refused.", ge=1, unit="bytes"),
     ] = 64 << 20
     header_bytes_max: Annotated[
         int,
-        _option(
-            "--header-bytes",
-            "Largest head of an HTTP request; a larger one is refused.",
-            "BYTES",
-            1,
-        ),
+        option("Largest head of an HTTP request; a larger one is refused.", ge=1, unit="bytes"),
     ] = 64 << 10
     receive_timeout_s: Annotated[
         int,
-        _option("--receive-timeout", "Time within which a request has to arrive.", "SECONDS", 1),
+        option("Time within which a request has to arrive.", ge=1, unit="seconds"),
     ] = 60
-    request_timeout_s: Annotated[
-        int, _option("--http-timeout", "Time limit of an inference request.", "SECONDS", 1, 3600)
+    http_timeout_s: Annotated[
+        int,
+        option("Time limit of an inference request.", ge=1, le=3600, unit="seconds"),
     ] = 600
     drain_timeout_s: Annotated[
         int,
-        _option(
-            "--drain-timeout",
+        option(
             "How long requests may take to end at a stop; `serve` waits 10 s for its gateway.",
-            "SECONDS",
-            0,
+            ge=0,
+            unit="seconds",
         ),
     ] = 8
     enable_tokenizer_info_endpoint: Annotated[
         bool,
-        _option(
-            "--enable-tokenizer-info-endpoint",
-            "Serve GET /tokenizer_info: the settings of the tokenizer, and the chat template.",
-        ),
+        option("Serve GET /tokenizer_info: the settings of the tokenizer, and the chat template."),
     ] = False
-    disable_vllm_metrics: Annotated[
-        bool, _option("--disable-vllm-metrics", "Leave out metrics under the names of vLLM.")
-    ] = False
+    disable_vllm_metrics: Annotated[bool, option("Leave out metrics under the names of vLLM.")] = (
+        False
+    )
     metrics_adapters_max: Annotated[
         int,
-        _option(
-            "--metrics-adapters",
-            'Largest number of adapters with metrics of their own; the rest are "other".',
-            "NUMBER",
-            0,
-        ),
+        option('Largest number of adapters with metrics of their own; the rest are "other".', ge=0),
     ] = 100
+
+
+class GatewayStart(Struct, frozen=True, kw_only=True):
+    """The options of a gateway that is started by itself; `serve` has them from its own."""
+
+    PANEL: ClassVar = "Gateway process"
+
+    http: Annotated[
+        str,
+        option(
+            "Address to serve at. Port 0 selects a free one.",
+            metavar="HOST:PORT",
+            is_common=True,
+        ),
+    ] = f"{HOST_DEFAULT}:{PORT_DEFAULT}"
+    model: Annotated[
+        str,
+        option(
+            "Directory of the base model, for its tokenizer and chat template. Default: none, so "
+            "that chats and texts of tokens are not served.",
+            metavar="DIRECTORY",
+            is_common=True,
+        ),
+    ] = ""
+    adapter_roots: Annotated[
+        tuple[str, ...],
+        option(
+            "Directory of the server's adapters, to read the chat templates and generation "
+            "defaults that are saved beside them; repeat for several. Default: none, so that the "
+            "model's are used for all.",
+            metavar="DIRECTORY",
+            is_common=True,
+        ),
+    ] = ()
+    max_model_len: Annotated[
+        int,
+        option(
+            "Largest number of tokens of prompt and output together; 0 for the limit in the "
+            "model's config.json.",
+            ge=0,
+            is_common=True,
+        ),
+    ] = 0
 
 
 class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
@@ -242,18 +252,23 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
     `directory`: the controller's; or `address`, `key` and `server_key` for one that is reached over
     a network. `model`: the base model's directory, for tokenizer and template; without it chats are
     not served. `adapter_roots`: the directories below which adapters are, as this machine sees
-    them; without one, their chat templates and generation defaults are not read.
+    them; without one, their chat templates and generation defaults are not read. `parent_fd` closes
+    when the supervisor ends, and `progress` is the memory in which steps are reported to it; -1 and
+    empty without a supervisor.
     """
 
     directory: str = ""
     address: str = ""
     key: str = ""
     server_key: str = ""
-    log_format: Literal["console", "json"] = "console"
+    log_format: LogFormat = "console"
     host: str = HOST_DEFAULT
     port: int = PORT_DEFAULT
     model: str = ""
     adapter_roots: tuple[str, ...] = ()
+    max_model_len: int = 0
+    parent_fd: int = -1
+    progress: str = ""
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -1,63 +1,71 @@
-"""The options of the gateway, on both commands that start one."""
+"""Commands that become another process: the gateway, and an engine for a server elsewhere."""
 
 import os
-from typing import Literal, get_args, get_origin
+from typing import Any
 
 import msgspec
 import pytest
 
-from loradock.cli.gateway import GATEWAY_OPTIONS
-from loradock.gateway.options import GatewayConfig, GatewayOptions
+from loradock.engine.worker.process import configs
+from loradock.gateway.options import GatewayConfig
+from loradock.messages.engine_options import EngineProcess
 from loradock.processes.subprocesses import ENTRY_FILE
 from tests.support.simulation.command_runs import run
 
-VALUES = {int: "7", str: "x", bool: None}
-
 
 @pytest.fixture
-def replaced(monkeypatch):
-    """The arguments of the programs that took the command's place."""
-    programs = []
-    monkeypatch.setattr(os, "execv", lambda program, arguments: programs.append(arguments))
+def replaced(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of the programs that replaced the command's process."""
+    programs: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, arguments: programs.append(arguments))
     return programs
 
 
-def options_of_all():
-    for parameter in GATEWAY_OPTIONS.parameters:
-        [option] = parameter.annotation.__metadata__
-        # In an annotation, the first argument of an option is its name.
-        yield parameter.name, option.default, parameter.annotation.__origin__
-
-
-def test_every_field_is_an_option(replaced, tmp_path):
-    arguments = ["--http", "[::1]:0", "--model", "m"]
-    expected = {}
-    for name, flag, kind in options_of_all():
-        if kind is bool:
-            arguments.append(flag)
-            expected[name] = True
-        elif kind in (int, str):
-            arguments += [flag, VALUES[kind]]
-            expected[name] = kind(VALUES[kind])
-        elif get_origin(kind) is Literal:
-            arguments += [flag, get_args(kind)[-1]]
-            expected[name] = get_args(kind)[-1]
-        else:
-            arguments += [flag, "a", flag, "b"]
-            expected[name] = ("a", "b")
-    result = run("gateway", *arguments, directory=tmp_path)
+def test_a_gateway_gets_its_options_as_json(replaced: list[list[str]], tmp_path) -> None:
+    words = ["--http", "[::1]:0", "--model", "m", "--adapter-root", "a", "--max-model-len", "9"]
+    result = run("gateway", *words, "--drain-timeout", "3", directory=tmp_path)
     assert result.exit_code == 0, result.output
     [[_, *module, config]] = replaced
     assert module == ["-P", str(ENTRY_FILE), "gateway"]
-    expected_config = GatewayConfig(
-        directory=str(tmp_path), host="::1", port=0, model="m", **expected
+    assert msgspec.json.decode(config, type=GatewayConfig) == GatewayConfig(
+        directory=str(tmp_path),
+        host="::1",
+        port=0,
+        model="m",
+        adapter_roots=("a",),
+        max_model_len=9,
+        drain_timeout_s=3,
     )
-    assert msgspec.json.decode(config, type=GatewayConfig) == expected_config
-    for name in GatewayOptions.__struct_fields__:
-        assert getattr(expected_config, name) != getattr(GatewayOptions(), name), name
 
 
-def test_a_wrong_address_is_refused(replaced, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "modules", "names"),
+    [
+        (("--lora-modules", "a=x", "b=y"), ("a=x", "b=y"), ()),
+        (("--lora-modules", "a=x", "--lora-modules", "b=y"), ("a=x", "b=y"), ()),
+        (("--lora-modules=a=x", "b=y"), ("a=x", "b=y"), ()),
+        (
+            ("--lora-modules", '{"name": "a"}', "--model", "m", "--served-model-name", "p", "q"),
+            ('{"name": "a"}',),
+            ("p", "q"),
+        ),
+    ],
+)
+def test_values_follow_one_flag_or_several(
+    replaced: list[list[str]], tmp_path, words: Any, modules: Any, names: Any
+) -> None:
+    """As vLLM's options do."""
+    result = run("gateway", *words, directory=tmp_path)
+    assert result.exit_code == 0, result.output
+    config = msgspec.json.decode(replaced[0][-1], type=GatewayConfig)
+    assert (config.lora_modules, config.served_model_names) == (modules, names)
+
+
+def test_a_word_after_an_option_of_one_value_is_an_error(tmp_path) -> None:
+    assert run("gateway", "--model", "m", "stray", directory=tmp_path).exit_code == 2
+
+
+def test_a_wrong_address_is_refused(replaced: list[list[str]], tmp_path) -> None:
     for command in (("gateway",), ("serve", "--model", "m")):
         result = run(*command, "--http", "nowhere", directory=tmp_path)
         assert result.exit_code == 2
@@ -65,23 +73,28 @@ def test_a_wrong_address_is_refused(replaced, tmp_path):
     assert replaced == []
 
 
-def test_help_does_not_show_keys(monkeypatch, tmp_path):
+def test_help_does_not_show_keys(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("LORADOCK_API_KEY", "very-secret")
     result = run("gateway", "--help", directory=tmp_path)
     assert result.exit_code == 0
     assert "very-secret" not in result.output
 
 
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        (("--lora-modules", "sql=sql"), "--lora-modules"),
-        (("--allow-runtime-lora-updating",), "--allow-runtime-lora-updating"),
-        (("--api-key-file", "keys"), "--api-key-file"),
-    ],
-)
-def test_options_of_a_gateway_are_not_ignored_where_none_is_started(tmp_path, words, flag):
-    result = run("serve", "--model", "m", *words, directory=tmp_path)
+def test_an_engine_is_run_with_its_options(replaced: list[list[str]], tmp_path) -> None:
+    words = ["--connect", "tcp://host:1", "--model", "m", "--key", "k", "--server-key", "s"]
+    words += ["--max-loras", "3", "--max-lora-rank", "8", "--max-num-seqs", "5"]
+    for more in ([], ["--tensor-parallel-size", "2"]):
+        assert run("engine", "run", *words, *more, directory=tmp_path).exit_code == 0
+    config, lora = configs(msgspec.json.decode(replaced[0][-1], type=EngineProcess))
+    assert (config.max_num_seqs, lora.max_loras, lora.max_lora_rank) == (5, 3, 8)
+    assert "ranks" not in replaced[0]
+    assert "ranks" in replaced[1]
+
+
+@pytest.mark.parametrize("left_out", ["--connect", "--model", "--key", "--server-key"])
+def test_an_engine_needs_a_controller_a_model_and_keys(left_out: str, tmp_path) -> None:
+    words = ["--connect=tcp://host:1", "--model=m", "--key=k", "--server-key=s"]
+    words = [word for word in words if not word.startswith(f"{left_out}=")]
+    result = run("engine", "run", *words, directory=tmp_path)
     assert result.exit_code == 2
-    assert f"{flag} is an option of the HTTP gateway" in result.stderr
-    assert "add --http 127.0.0.1:8000" in result.stderr
+    assert f"Missing option '{left_out}'" in result.stderr

@@ -3,19 +3,18 @@
 import subprocess
 import sys
 import tomllib
-from inspect import unwrap
 
 import typer
 
 import loradock
-from loradock.cli.main import COMMANDS, VERSION, app
-from loradock.cli.pages.help_pages import summary
+from loradock.cli.help import commands_of, summary
+from loradock.cli.main import COMMANDS, VERSION, app, load
 from tests.support.simulation.command_runs import ROOT, run
 
 
 def test_it_starts_without_heavy_modules():
     heavy = ["torch", "transformers", "zmq", "structlog", "transitions", "asyncio", "rich"]
-    heavy += ["loradock.cli.serve", "loradock.cli.adapters"]
+    heavy += ["loradock.cli.serve.command", "loradock.cli.adapters"]
     code = f"""
 import atexit, sys
 from loradock.cli.main import app
@@ -34,11 +33,7 @@ def test_the_overview_has_each_command_with_the_summary_of_its_page():
     for panel in COMMANDS.values():
         for entry in panel:
             assert entry.summary == summary(commands[entry.name])
-            assert {info.name for info in entry.load().registered_groups} <= set(commands)
-            known = {commands[name].callback for name in commands if commands[name].callback}
-            assert {unwrap(i.callback) for i in entry.load().registered_commands} <= set(
-                map(unwrap, known)
-            )
+            assert set(commands_of(load, entry.module)) <= set(commands)
 
 
 def test_the_version_is_written_in_one_place():

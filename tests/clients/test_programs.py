@@ -37,7 +37,7 @@ KEY: Final = "secret"
 ADAPTERS: Final = ("reverse", "upper", "spell")
 # More adapters than slots.
 OPTIONS: Final = (
-    *("--http", "127.0.0.1:0", "--api-key", KEY, "--slots", "2", "--max-lora-rank", "64"),
+    *("--http", "127.0.0.1:0", "--api-key", KEY, "--max-loras", "2", "--max-lora-rank", "64"),
     *("--chat-template", str(HERE / "chat_template.jinja")),
     "--enable-tokenizer-info-endpoint",
 )
@@ -58,7 +58,7 @@ class Servers:
         self._urls: dict[str, str] = {}
         self._starts: dict[str, Callable[[], str]] = {
             "BASE_URL": lambda: self._serve_adapters("usual"),
-            "SHORT_BASE_URL": lambda: self._serve_adapters("short", "--context-tokens-max", "64"),
+            "SHORT_BASE_URL": lambda: self._serve_adapters("short", "--max-model-len", "64"),
             "TOOLS_BASE_URL": lambda: self._serve("tools", TINY / "model", *TOOLS),
             "EMBED_BASE_URL": self._serve_embeddings,
         }

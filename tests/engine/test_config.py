@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaConfig
 
 from loradock.engine.config import (
-    LORA_RANKS,
     LORA_SWITCHES,
     AdapterBounds,
     EngineConfig,
     LoRAConfig,
 )
+from loradock.messages.engine_options import LORA_RANKS
 
 
 def test_defaults() -> None:
@@ -38,7 +38,7 @@ WRONG: list[dict[str, Any]] = [
     *({"lora_dtype": dtype} for dtype in ("float64", "half", "", torch.float64, torch.int8)),
     *({"target_modules": names} for names in ("q_proj", [], [""], [1])),
     *({"default_mm_loras": paths} for paths in ("a", ["a"], {"image": ""}, {"": "a"}, {"x": 1})),
-    *({name: value} for name in LORA_SWITCHES for value in (1, None, "yes")),
+    *({name: value} for name in LORA_SWITCHES for value in (1, "yes")),
 ]
 
 
@@ -166,7 +166,7 @@ def test_the_configuration_is_frozen(name: str) -> None:
 ENGINE_WRONG: list[dict[str, Any]] = [
     *({name: 0} for name in ("device_bytes_max", "file_threads", "max_num_seqs")),
     {"queue_requests_max": -1},
-    {"context_tokens_max": -1},
+    {"max_model_len": -1},
     {"file_threads": 1.5},
     {"adapter_roots": "/adapters"},
     {"allow_pickled_weights": 1},

@@ -1,11 +1,11 @@
-"""The engine's errors are built-in exceptions too, as the client's errors with the same codes."""
+"""The errors of engine and client are one tree, and built-in exceptions too."""
 
 import pytest
 
-from loradock.client import errors as client_errors
+import loradock
 from loradock.engine import errors as engine_errors
-from loradock.engine.errors import EngineError, error_of
-from loradock.messages.errors import ErrorCode
+from loradock.engine.errors import error_of
+from loradock.messages.errors import ERRORS, ErrorCode, LoradockError
 
 BUILT_IN = {
     ErrorCode.NO_ROOM: ("NoRoom", RuntimeError),
@@ -22,27 +22,26 @@ BUILT_IN = {
 }
 
 
-@pytest.mark.parametrize("code", BUILT_IN)
-def test_engine_and_client_raise_the_same_class_names_and_built_in_exceptions(
-    code: ErrorCode,
-) -> None:
-    name, built_in = BUILT_IN[code]
-    ours, theirs = error_of(code, "why"), client_errors.ERRORS[code]("why")
-    for error in (ours, theirs):
-        assert type(error).__name__ == name
-        assert isinstance(error, built_in)
-        assert error.code is code
-    assert str(ours) == "why"
-    assert str(theirs).endswith(": why")
-    assert ours.args == ("why",)
+@pytest.mark.parametrize("code", ErrorCode)
+def test_every_code_has_a_class_which_is_public_and_the_built_in_exception(code: ErrorCode) -> None:
+    error = error_of(code, "why", ("a detail",))
+    assert (type(error), error.code) == (ERRORS[code], code)
+    assert (error.message, error.args, error.details) == ("why", ("why",), ("a detail",))
+    assert str(error).startswith(f"{code.value} ")
+    assert str(error).endswith(": why")
+    name, built_in = BUILT_IN.get(code, (type(error).__name__, Exception))
+    assert type(error).__name__ == name
+    assert isinstance(error, built_in)
+    assert code is ErrorCode.CONTEXT_EXCEEDED or getattr(loradock, name) is type(error)
 
 
 def test_every_error_shows_its_text_unquoted() -> None:
     """`KeyError` would quote it, and `OSError` would expect a number before it."""
-    for kind in vars(engine_errors).values():
-        if isinstance(kind, type) and issubclass(kind, EngineError):
-            assert str(kind("a text")) == "a text"
-            assert str(kind()) == ""
+    for kind in (*vars(engine_errors).values(), *ERRORS.values()):
+        if isinstance(kind, type) and issubclass(kind, LoradockError) and hasattr(kind, "code"):
+            assert str(kind("a text")).endswith(": a text")
+            about = kind("a text", "r").about("it")
+            assert (type(about), about.message, about.request_id) == (kind, "it: a text", "r")
 
 
 def test_only_missing_space_is_a_runtime_error_and_only_a_missing_file_an_os_error() -> None:

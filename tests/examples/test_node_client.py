@@ -26,7 +26,7 @@ EXAMPLE = ROOT / "examples" / "node" / "client.js"
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     found = tmp_path_factory.mktemp("node") / "d"
-    with serve(found, "--slots", "2", "--max-lora-rank", "64"):
+    with serve(found, "--max-loras", "2", "--max-lora-rank", "64"):
         status_once(found, lambda status: bool(status.engine_id))
         yield found
 

@@ -74,7 +74,7 @@ def served(tmp_path_factory):
     trained = Trained(directory)
     trained.save("own", 1, trained.tokenizer(OWN))
     trained.save("plain", 2)
-    options = ("--slots", "2", "--max-lora-rank", "8", "--http", "127.0.0.1:0")
+    options = ("--max-loras", "2", "--max-lora-rank", "8", "--http", "127.0.0.1:0")
     options += ("--adapter-root", str(trained.root), "--allow-runtime-lora-updating")
     for name in ("own", "plain"):
         options += ("--lora-modules", f"{name}={trained.root / name}")

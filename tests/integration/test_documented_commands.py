@@ -59,7 +59,7 @@ def commands(words: str) -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     found = tmp_path_factory.mktemp("served") / "d"
-    options = ("--slots", "3", "--max-lora-rank", "64", "--adapter", "reverse=reverse")
+    options = ("--max-loras", "3", "--max-lora-rank", "64", "--adapter", "reverse=reverse")
     with serve(found, *options) as process:
         status_once(found, lambda status: bool(status.engine_id))
         yield found

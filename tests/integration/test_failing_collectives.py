@@ -11,6 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loradock.messages.engine_options import (
+    EngineOptions,
+    EngineProcess,
+    EngineStart,
+    LoRAOptions,
+)
 from tests.support.parallel.failing_collective import (
     NO_CALL,
     TOKENS,
@@ -20,27 +26,33 @@ from tests.support.parallel.failing_collective import (
 from tests.support.parallel.forked_processes import forker
 from tests.support.parallel.processes import TINY
 from tests.support.parallel.ranks import free_port
-from tests.support.simulation.key_examples import engine_arguments
+from tests.support.simulation.key_examples import engine_keys
 from tests.support.waiting import HANG_S
 
 MODULE = "tests.support.parallel.failing_collective"
-OPTIONS = ("--device", "cpu", "--max-loras", "1", "--max-lora-rank", "64")
 
 
 def run_ranks(
     directory: Path, monkeypatch: pytest.MonkeyPatch, failing: int, at: int
 ) -> tuple[list[int], list[RankRecord]]:
     """Return the exit status of both ranks and what they did; call `at` fails on one of them."""
-    options = ["--connect", f"ipc://{directory}/s", "--model", str(TINY / "model")]
-    options += ["--adapter-root", str(TINY / "adapters"), "--max-num-batched-tokens", "8"]
-    options += [*engine_arguments(directory), *OPTIONS]
+    options = EngineProcess(
+        start=EngineStart(
+            connect=f"ipc://{directory}/s",
+            model=str(TINY / "model"),
+            adapter_roots=(str(TINY / "adapters"),),
+            **engine_keys(directory),
+        ),
+        lora=LoRAOptions(max_lora_rank=64),
+        engine=EngineOptions(device="cpu", max_num_batched_tokens=8),
+    )
     fixed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     processes = []
     for rank in range(2):
         for name, value in (fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)}).items():
             monkeypatch.setenv(name, value)
         output = directory / f"{rank}.json"
-        given = FailingRank(at if rank == failing else NO_CALL, str(output), tuple(options))
+        given = FailingRank(at if rank == failing else NO_CALL, str(output), options)
         argument = msgspec.json.encode(given).decode()
         processes.append(forker(0, MODULE).start(MODULE, (argument,), directory / f"{rank}.log"))
     try:

@@ -26,7 +26,7 @@ from tests.support.simulation.command_runs import start_command
 from tests.support.spans import CALLER_ID, TRACE_ID, TRACEPARENT
 from tests.support.waiting import HANG_S, wait_until
 
-OPTIONS = ("--slots", "3", "--max-lora-rank", "64", "--http", "127.0.0.1:0")
+OPTIONS = ("--max-loras", "3", "--max-lora-rank", "64", "--http", "127.0.0.1:0")
 KEY = "secret"
 
 

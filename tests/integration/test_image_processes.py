@@ -59,7 +59,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory, model = base / "dir", base / "model"
     expected_tokens = expected(PeftReference(KIND, model))
     options = ("--adapter-root", str(model / "adapters"), "--default-mm-lora", "image=two")
-    with serve(directory, "--checked", "--slots", "3", *options, model=model) as process:
+    with serve(directory, "--checked", "--max-loras", "3", *options, model=model) as process:
         with Client(directory, timeout_s=HANG_S) as client:
             for name in NAMES:
                 assert client.activate(name).state == GPU_SLOT

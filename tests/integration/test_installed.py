@@ -73,7 +73,7 @@ def test_it_serves_the_example_next_to_files_with_the_names_of_its_modules(
         (tmp_path / name).write_text(HOSTILE_CODE)
     run(programs / "loradock", "example", "tiny", cwd=tmp_path)
     command = [programs / "loradock", "serve", "--model", "tiny/model", "--http", "127.0.0.1:0"]
-    command += ["--adapter-root", "tiny/adapters", "--max-lora-rank", "64", "--slots", "2"]
+    command += ["--adapter-root", "tiny/adapters", "--max-lora-rank", "64", "--max-loras", "2"]
     server = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
         with Client(tmp_path / ".loradock", timeout_s=HANG_S) as client:

@@ -81,7 +81,7 @@ def server(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
     log_file = directory.with_suffix(".log")
-    options = ["--http", "127.0.0.1:0", "--slots", str(SLOTS), "--max-num-seqs", str(ROWS)]
+    options = ["--http", "127.0.0.1:0", "--max-loras", str(SLOTS), "--max-num-seqs", str(ROWS)]
     options += ["--adapter-root", str(adapter_root), "--max-lora-rank", "16"]
     options += ["--kv-cache-bytes", "1GiB"]
     for name in NAMES:

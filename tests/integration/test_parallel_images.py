@@ -36,7 +36,7 @@ def test_two_ranks_generate_what_one_generates(pair: Ranks, kind: str, tmp_path:
 def test_an_engine_of_two_ranks_reads_images_with_adapters_on_every_part(tmp_path: Path) -> None:
     kind, model, directory = "qwen2_5_vl", tmp_path / "model", tmp_path / "d"
     reference = PeftReference(kind, model, EVERYWHERE)
-    options = ("--adapter-root", str(model / "adapters"), "--slots", "2", "--device", "cpu")
+    options = ("--adapter-root", str(model / "adapters"), "--max-loras", "2", "--device", "cpu")
     sharded = ("--tensor-parallel-size", "2", "--enable-tower-connector-lora")
     with (
         serve(directory, *options, *sharded, model=model) as process,

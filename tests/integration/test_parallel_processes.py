@@ -17,7 +17,7 @@ from tests.support.engine.serve_process import serve, status_once, wait_for_end
 from tests.support.parallel.processes import ADAPTERS
 from tests.support.waiting import HANG_S
 
-OPTIONS = ("--device", "cpu", "--max-lora-rank", "64", "--slots", "2", "--host-adapters", "16")
+OPTIONS = ("--device", "cpu", "--max-lora-rank", "64", "--max-loras", "2", "--max-cpu-loras", "16")
 PROMPT = "parallel"
 
 

@@ -85,7 +85,7 @@ def check_over_http(directory: Path, wanted: dict[str | None, list[list[float]]]
 def test_two_ranks_classify_with_adapters_heads_as_peft(tmp_path: Path) -> None:
     example = CLASSIFIERS[2]
     models = save_adapters(example, tmp_path / "adapters", task_type="SEQ_CLS")
-    options = ("--device", "cpu", "--slots", "2", "--tensor-parallel-size", "2")
+    options = ("--device", "cpu", "--max-loras", "2", "--tensor-parallel-size", "2")
     options += ("--fully-sharded-loras", "--adapter-root", str(tmp_path / "adapters"))
     directory, saved = tmp_path / "dir", example.save(tmp_path / "model")
     with (

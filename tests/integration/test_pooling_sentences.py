@@ -54,7 +54,7 @@ def test_similarities_of_real_sentences_match_peft(tmp_path: Path) -> None:
     directory = tmp_path / "dir"
     with (
         controller(directory),
-        engine(directory, (tmp_path / "adapters",), model=MODEL, options=("--device", "cpu")),
+        engine(directory, (tmp_path / "adapters",), model=MODEL, device="cpu"),
         Client(directory, timeout_s=HANG_S) as client,
     ):
         client.load("tuned")

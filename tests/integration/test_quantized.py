@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations import finegrained_fp8
 
-from loradock.engine.config import QUANTIZATIONS, EngineConfig, LoRAConfig
+from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import ModelRefused
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.layers import wrapper_of
@@ -28,6 +28,7 @@ from loradock.engine.models.loading import load_model
 from loradock.engine.models.quantization import loading_options
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
+from loradock.messages.engine_options import QUANTIZATIONS
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.parity_bench import ParityBench, PeftReference
 from tests.support.models.quantized_bases import CONFIG, PROMPT, Comparison, save_example
@@ -134,7 +135,7 @@ def test_the_fp8_layer_computes_its_own_product(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_wrong_quantizations_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="quantization is 'int3'; none, or one of torchao-int8"):
+    with pytest.raises(ValueError, match="quantization must be one of none, torchao-int8"):
         EngineConfig(tmp_path, quantization="int3")
     config = LlamaConfig(quantization_config={"quant_method": "fp8"})
     for name in QUANTIZATIONS:

@@ -14,7 +14,7 @@ TOOLS = TINY / "tools"
 KEY = "secret"
 OPTIONS = (
     *("--http", "127.0.0.1:0", "--api-key", KEY, "--adapter-root", str(TOOLS)),
-    *("--lora-modules", "caller=caller", "--max-lora-rank", "8", "--slots", "1"),
+    *("--lora-modules", "caller=caller", "--max-lora-rank", "8", "--max-loras", "1"),
     *("--chat-template", str(TOOLS / "chat_template.jinja")),
 )
 

@@ -1,4 +1,4 @@
-"""The pages that the command prints: help, tables and errors, and the files that keep them.
+"""The pages that the command prints: tables and errors, and the files that keep them.
 
 `PYTHONPATH=. python -m tests.support.cli_pages` writes the files.
 """
@@ -7,7 +7,6 @@ import io
 import os
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -21,18 +20,18 @@ from loradock.cli import bench, top
 from loradock.cli.exit_codes import EXIT_CODES, HINTS, CommandError, ServerNotRunning, failure_of
 from loradock.cli.main import app
 from loradock.cli.render import classification, embedding, renderables
-from loradock.cli.server.settings import parse_changes
+from loradock.cli.running import parse_changes
+from loradock.cli.serve.start_checks import Start, StartRefused, check_start
 from loradock.client.arguments import check_arguments
 from loradock.client.calls import Classification, Embedding
 from loradock.client.errors import LoradockError
 from loradock.controller.core.limits import FIXED, Limits, limits_to
-from loradock.controller.server.startup.start_checks import Start, StartRefused, check_start
 from loradock.engine.adapters import read_adapter
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import EngineError
 from loradock.messages import control
 from loradock.messages import requests as rq
-from loradock.messages.engine_options import EngineOptions
+from loradock.messages.engine_options import EngineOptions, LoRAOptions
 from loradock.messages.errors import MEANINGS, ErrorCode
 from loradock.messages.prompts import Sampling
 from loradock.messages.views import AdapterCounters, EngineStatistics, FailureView
@@ -55,26 +54,21 @@ WIDTHS: Final = (80, 120)
 LONG_NAME: Final = "a-very-long-name-of-an-adapter-" * 4
 
 
-def golden_help(width: int) -> Path:
-    return GOLDEN / f"help-{width}.txt"
-
-
 def golden_tables(width: int) -> Path:
     return GOLDEN / f"tables-{width}.txt"
 
 
-def _pages(command: Any, name: str, parent: Any = None) -> Iterator[str]:
+def help_pages(width: int) -> Iterator[tuple[str, str]]:
+    """Yield the name and the help page of each command."""
+    with mock.patch.dict(os.environ, {"COLUMNS": str(width)}):
+        yield from _pages(typer.main.get_command(app), "loradock")
+
+
+def _pages(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str, str]]:
     context = command.make_context(name, [], parent=parent, resilient_parsing=True)
-    yield f"$ {context.command_path} --help\n{command.get_help(context)}\n"
+    yield context.command_path, command.get_help(context)
     for each, one in getattr(command, "commands", {}).items():
         yield from _pages(one, each, context)
-
-
-@cache
-def help_pages(width: int) -> str:
-    """Return the help pages of all commands."""
-    with mock.patch.dict(os.environ, {"COLUMNS": str(width)}):
-        return "\n".join(_pages(typer.main.get_command(app), "loradock"))
 
 
 def _replies() -> Iterator[tuple[str, list[Any]]]:
@@ -168,7 +162,7 @@ def _usage_errors() -> Iterator[tuple[str, Exception]]:
             check_arguments(request)
         except LoradockError as error:
             yield command, error
-    for change in ("slots=4", "host-adapter=4", "rest=soon", "requests"):
+    for change in ("max-loras=4", "max-cpu-lora=4", "retry-backoff=soon", "requests"):
         try:
             parse_changes([change])
         except CommandError as error:
@@ -180,21 +174,12 @@ def _usage_errors() -> Iterator[tuple[str, Exception]]:
 def _start_errors() -> Iterator[tuple[str, StartRefused]]:
     model = TINY / "model"
     starts = {
-        "--model nowhere": Start(Path("nowhere"), (), EngineOptions(), Limits()),
-        "--adapter-root nowhere": Start(model, (Path("nowhere"),), EngineOptions(), Limits()),
-        **{
-            f"{flag} {value}": Start(model, (), EngineOptions(**{field: value}), Limits())
-            for flag, field, value in (
-                ("--device", "device", "gpu"),
-                ("--task", "task", "sing"),
-                ("--max-lora-rank", "max_lora_rank", 5),
-            )
-        },
-        "--target-module q_prj": Start(
-            model, (), EngineOptions(target_modules=("q_prj",)), Limits()
-        ),
+        "--model nowhere": Start(Path("nowhere")),
+        "--adapter-root nowhere": Start(model, (Path("nowhere"),)),
+        "--device gpu": Start(model, engine=EngineOptions(device="gpu")),
+        "--target-module q_prj": Start(model, lora=LoRAOptions(target_modules=("q_prj",))),
         "--device cpu --dual-stream": Start(
-            model, (), EngineOptions(device="cpu", dual_stream=True), Limits()
+            model, lora=LoRAOptions(dual_stream=True), engine=EngineOptions(device="cpu")
         ),
     }
     for words, start in starts.items():
@@ -276,6 +261,5 @@ def errors() -> str:
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for columns in WIDTHS:
-        golden_help(columns).write_text(help_pages(columns))
         golden_tables(columns).write_text(tables(columns))
     ERRORS.write_text(errors())

@@ -66,7 +66,7 @@ class Gateway:
         self.recorder: Final = Recorder()
         resolution = Resolution(self.client, resolvers)
         models = Models(self.client, self.table, self.names, resolution)
-        timeout_s = float(config.request_timeout_s)
+        timeout_s = float(config.http_timeout_s)
         self._adapter_files = AdapterFiles(
             models, files, config.adapter_roots, has_template=bool(config.chat_template)
         )

@@ -23,11 +23,7 @@ from loradock.gateway.server.app import create_app
 from loradock.gateway.server.gateway import Gateway, StartError
 from loradock.processes import process_log
 from loradock.processes.progress import Progress
-
-EXIT_CONFIG: Final = 2
-"""No process can be started with these options."""
-EXIT_SOCKET: Final = 6
-"""The socket can't be opened."""
+from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
 
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75
@@ -45,11 +41,7 @@ log = structlog.get_logger("gateway")
 
 
 def main() -> int:
-    """Run `python -m loradock.gateway.server CONFIG [PARENT_FD [PAGE]]`; return the exit status.
-
-    The configuration is JSON. `PARENT_FD` closes when the supervisor ends, to whose `PAGE` steps
-    are written, and the reason why no gateway can run.
-    """
+    """Run the process with a `GatewayConfig` as JSON in `sys.argv`; return its exit status."""
     process_log.configure(name="gateway")
     try:
         config = msgspec.json.decode(sys.argv[1], type=GatewayConfig)
@@ -61,13 +53,12 @@ def main() -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     _collect_less_garbage()
-    parent_fd = int(sys.argv[2]) if len(sys.argv) > 2 else -1
-    return run(config, parent_fd, Progress(*sys.argv[3:4]))
+    return run(config)
 
 
-def run(config: GatewayConfig, parent_fd: int = -1, progress: Progress | None = None) -> int:
+def run(config: GatewayConfig) -> int:
     """Serve until a signal or the supervisor's end; return the exit status."""
-    progress = progress or Progress()
+    progress = Progress(config.progress)
     try:
         listener = open_listener(config.host, config.port)
     except OSError as error:
@@ -77,7 +68,7 @@ def run(config: GatewayConfig, parent_fd: int = -1, progress: Progress | None = 
         return EXIT_SOCKET
     with listener:
         try:
-            _loop_runner()(serve(config, listener, parent_fd, progress))
+            _loop_runner()(serve(config, listener, progress))
         except (StartError, ResolverError, OSError, ValueError) as error:
             log.error("can't serve with these options", error=str(error))
             progress.end(f"can't serve with these options: {error}")
@@ -103,7 +94,6 @@ def open_listener(host: str, port: int) -> socket.socket:
 async def serve(
     config: GatewayConfig,
     listener: socket.socket,
-    parent_fd: int = -1,
     progress: Progress | None = None,
 ) -> None:
     """Serve on a socket until a signal; raises `StartError` if the gateway can't serve."""
@@ -111,7 +101,7 @@ async def serve(
     async with gateway.running() as failed:
         http = uvicorn_config(config, create_app(gateway))
         server = _Server(http, gateway.live.close, progress or Progress())
-        _end_with_supervisor(parent_fd, server)
+        _end_with_supervisor(config.parent_fd, server)
         failed.add_done_callback(lambda _: _stop(server))
         log.info("the gateway serves", url=url_of(config, listener))
         await server.serve(sockets=[listener])

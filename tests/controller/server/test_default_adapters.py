@@ -11,7 +11,7 @@ import pytest
 
 from loradock.controller.core.controller import Controller
 from loradock.controller.log.replay import replay
-from loradock.controller.server.preloads import DefaultAdapters, default_paths
+from loradock.controller.server.preloads import DefaultAdapters
 from loradock.messages import commands, records, reports
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
@@ -58,26 +58,6 @@ def test_each_request_to_load_it_has_an_id_of_its_own() -> None:
     for load in (first, second):
         assert msgspec.convert(msgspec.to_builtins(load), rq.LoadAdapter) == load
         assert (load.adapter, load.path, load.replace) == (NAME, PATH, False)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (["image"], "MODALITY=PATH"),
-        (["image="], "MODALITY=PATH"),
-        (["=a"], "MODALITY=PATH"),
-        (["audio=a"], "image is the only modality"),
-        (["image=a", "image=b"], "has 'a' already"),
-    ],
-)
-def test_malformed_options_are_refused(options: list[str], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        default_paths(options)
-
-
-def test_options_are_parsed() -> None:
-    assert default_paths([]) == {}
-    assert default_paths(["image=a=b"]) == {"image": "a=b"}
 
 
 class DefaultBench(SessionBench):

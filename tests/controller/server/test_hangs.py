@@ -13,8 +13,8 @@ import pytest
 
 from loradock.cli import engine_commands
 from loradock.cli.exit_codes import ExitCode
+from loradock.cli.serve.hang_watch import is_stopped, process_tree
 from loradock.client import Client
-from loradock.controller.server.hang_watch import is_stopped, process_tree
 from loradock.messages.ids import GPU_SLOT
 from loradock.messages.records import EngineLost
 from loradock.messages.requests import LoadAdapter, StatusShown
@@ -24,7 +24,7 @@ from tests.support.simulation.shell_examples import RawClient, logged
 from tests.support.waiting import HANG_S, wait_until
 
 ADAPTERS = ("reverse", "upper")
-OPTIONS = ("--device", "cpu", "--max-lora-rank", "64", "--slots", "3", "--host-adapters", "6")
+OPTIONS = ("--device", "cpu", "--max-lora-rank", "64", "--max-loras", "3", "--max-cpu-loras", "6")
 
 SLOW_ENGINE = """
 import pathlib, sys, time
@@ -44,13 +44,13 @@ process.end(process.main())
 """An engine whose next forward pass takes the seconds that a file contains, once."""
 
 PRELUDE = """
-from loradock.controller.server import supervisor
-command_of = supervisor._engine_command
-def slow(*arguments):
-    words = command_of(*arguments)
+from loradock.cli.serve import supervisor
+command_of = supervisor.engine_command
+def slow(process):
+    words = command_of(process)
     at = words.index("engine")
     return [*words[:at - 2], "-c", {engine!r}, *words[at + 1:]]
-supervisor._engine_command = slow
+supervisor.engine_command = slow
 """
 
 

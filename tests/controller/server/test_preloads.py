@@ -77,9 +77,10 @@ def test_one_that_may_end_before_the_engine_comes_is_requested_again() -> None:
 
 def test_a_full_disk_at_the_start_delays_them(directory: Path) -> None:
     preloads = (("one", "p" * 3000), ("two", "p" * 3000))
-    config = msgspec.json.encode(ServerConfig(str(directory), LIMITS, preloads=preloads)).decode()
+    config = ServerConfig(str(directory), LIMITS, preloads=preloads)
+    command = process_command("controller", config)
     # Room for the log's header, and not for them: some shells count in blocks of 512 bytes.
-    start = ("sh", "-c", 'ulimit -S -f 4; exec "$@"', "sh", *process_command("controller"), config)
+    start = ("sh", "-c", 'ulimit -S -f 4; exec "$@"', "sh", *command)
     with subprocess.Popen(start) as process, RawClient(directory) as client:
         try:
             assert client.load("other").code is ErrorCode.LOG_UNAVAILABLE

@@ -13,13 +13,8 @@ import pytest
 from loradock.controller.log.format import LogSyncFailed
 from loradock.controller.log.segments import verify
 from loradock.controller.server import process as controller_process
-from loradock.controller.server.config import (
-    EXIT_CONFIG,
-    EXIT_FAILED,
-    EXIT_SOCKET,
-    ServerConfig,
-    Supervision,
-)
+from loradock.controller.server.config import ServerConfig, Supervision
+from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_FAILED, EXIT_SOCKET
 from tests.support.parallel.processes import LIMITS, ROOT
 from tests.support.simulation.shell_examples import RawClient
 from tests.support.waiting import HANG_S
@@ -32,9 +27,8 @@ def start(*arguments: str, **options: Any) -> "subprocess.Popen[bytes]":
 
 def test_the_controller_ends_with_its_parent(directory: Path) -> None:
     parent, child = os.pipe()
-    config = msgspec.json.encode(ServerConfig(str(directory), LIMITS)).decode()
-    supervision = msgspec.json.encode(Supervision(parent)).decode()
-    process = start(config, supervision, pass_fds=(parent,))
+    config = ServerConfig(str(directory), LIMITS, supervision=Supervision(parent))
+    process = start(msgspec.json.encode(config).decode(), pass_fds=(parent,))
     os.close(parent)
     try:
         with RawClient(directory) as client:
@@ -57,6 +51,7 @@ def test_the_controller_ends_with_its_parent(directory: Path) -> None:
         {"limits": {"slots_max": 0}},
         {"limits": {"slots_max": 3, "host_adapters_max": 2}},
         {"sync": "sometimes"},
+        {"snapshot_interval": 0},
         {"default_mm_loras": {"audio": "a"}},
         {"default_mm_loras": {"image": ""}},
     ],

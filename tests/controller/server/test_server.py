@@ -15,11 +15,11 @@ from loradock.client import Client
 from loradock.controller.core.limits import Limits
 from loradock.controller.log.replay import replay
 from loradock.controller.log.segments import read, verify
-from loradock.controller.server.config import EXIT_LOG
 from loradock.messages import commands, records
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import unscoped
+from loradock.processes.subprocesses import EXIT_LOG
 from tests.support.parallel.processes import LIMITS, ControllerProcess, controller
 from tests.support.simulation.log_examples import flip
 from tests.support.simulation.shell_examples import (

@@ -15,10 +15,11 @@ import msgspec
 import pytest
 
 from loradock.controller.log.replay import replay
-from loradock.controller.server.config import EXIT_LOG, ServerConfig
+from loradock.controller.server.config import ServerConfig
 from loradock.messages import records, reports
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
+from loradock.processes.subprocesses import EXIT_LOG
 from tests.support.parallel.processes import LIMITS, ROOT, ControllerProcess
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from loradock.cli.serve.hang_watch import is_stopped, process_tree
 from loradock.controller.log.format import LogCorrupt
 from loradock.controller.log.replay import replay
 from loradock.controller.log.segments import segment_paths
 from loradock.controller.log.snapshots import snapshot_path, snapshot_paths
-from loradock.controller.server.hang_watch import is_stopped, process_tree
 from loradock.messages.requests import LoadAdapter, StatusShown
 from tests.support.engine.serve_process import wait_for_end
 from tests.support.parallel.processes import ControllerProcess, controller

@@ -13,7 +13,6 @@ import zmq
 from loradock.client import Client, NotAllowed
 from loradock.controller.server import listener
 from loradock.controller.server.access import RIGHT_OF
-from loradock.controller.server.config import EXIT_CONFIG, EXIT_SOCKET
 from loradock.controller.server.keys import KeyStore, new_pair
 from loradock.controller.server.listener import endpoint
 from loradock.controller.server.transport import Transport
@@ -23,6 +22,7 @@ from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import GPU_SLOT
 from loradock.messages.wire import REPORTS
 from loradock.processes.key_files import KeyPair, read_key_pair
+from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
 from tests.controller.server.test_access import EXAMPLES, LOADING, named
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation.key_examples import allow, key_file, server_key

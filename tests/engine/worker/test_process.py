@@ -1,9 +1,11 @@
 """The start of the engine process: wrong options end it, and what it makes is not traversed."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -11,9 +13,16 @@ from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import Conflict
 from loradock.engine.worker import process
 from loradock.engine.worker.engine import Engine
+from loradock.messages.engine_options import (
+    EngineOptions,
+    EngineProcess,
+    EngineStart,
+    LoRAOptions,
+)
 from loradock.processes import process_log
+from loradock.processes.subprocesses import EXIT_CONFIG
 from tests.support.plain_logs import reset_logs
-from tests.support.simulation.key_examples import engine_arguments
+from tests.support.simulation.key_examples import engine_keys
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
@@ -29,35 +38,53 @@ def _default_logging() -> Iterator[None]:
 def test_wrong_options_end_the_start_with_an_error(
     tmp_path: Path, model_directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    right = ["--connect", f"ipc://{tmp_path}/s", "--model", str(model_directory)]
-    right += engine_arguments(tmp_path / "d")
-    for options, text in [
-        (["--connect", "inproc://x"], "only ipc:// and tcp://"),
-        (["--log-format", "xml"], "only console and json"),
-    ]:
-        with pytest.raises(SystemExit) as caught:
-            process.main([*right, *options])
-        assert caught.value.code == 2
-        assert text in capfd.readouterr().err
-    for options, status, text in [
-        (["--max-lora-rank", "7"], 2, "max_lora_rank"),
-        (["--lora-dtype", "int8"], 2, "lora_dtype"),
-        (["--device", "abacus"], 2, "abacus"),
-        (["--model", str(tmp_path)], 2, "config.json"),
-        (["--target-module", "nothing"], 2, "nothing"),
-        (["--adapter-root", str(tmp_path), "--default-mm-lora", "image=/etc"], 2, "image=/etc"),
-        (["--key", str(tmp_path / "nothing")], 2, "No such file"),
-        (["--server-key", "/dev/null"], 2, "not a regular file"),
-        (["--default-mm-lora", "image=a"], 2, "below none of the adapter roots"),
+    right = EngineStart(
+        connect=f"ipc://{tmp_path}/s", model=str(model_directory), **engine_keys(tmp_path / "d")
+    )
+    roots = (str(tmp_path),)
+    for start, lora, engine, text in [
+        ({"connect": "inproc://x"}, {}, {}, "must be an ipc:// or tcp:// address"),
+        ({}, {"max_lora_rank": 7}, {}, "max_lora_rank"),
+        ({}, {"lora_dtype": "int8"}, {}, "lora_dtype"),
+        ({}, {}, {"device": "abacus"}, "abacus"),
+        ({"model": str(tmp_path)}, {}, {}, "config.json"),
+        ({}, {"target_modules": ("nothing",)}, {}, "nothing"),
+        ({"adapter_roots": roots}, {"default_mm_loras": {"image": "/etc"}}, {}, "image=/etc"),
+        ({"key": str(tmp_path / "nothing")}, {}, {}, "No such file"),
+        ({"server_key": "/dev/null"}, {}, {}, "not a regular file"),
+        ({}, {"default_mm_loras": {"image": "a"}}, {}, "below none of the adapter roots"),
         # A missing default adapter is logged; the wrong device ends the start.
         (
-            [*("--adapter-root", str(tmp_path), "--default-mm-lora", "image=a", "--device", "x")],
-            *(2, "a default adapter is not there"),
+            *({"adapter_roots": roots}, {"default_mm_loras": {"image": "a"}}, {"device": "x"}),
+            "a default adapter is not there",
         ),
     ]:
-        assert process.main([*right, *options]) == status
+        options = EngineProcess(
+            start=msgspec.structs.replace(right, **start),
+            lora=LoRAOptions(**lora),
+            engine=EngineOptions(**engine),
+        )
+        assert process.run(options) == EXIT_CONFIG
         process_log.flush()
         assert text in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("_default_logging")
+@pytest.mark.parametrize("argument", ["", "{}", '{"start": {"connect": 1}}'])
+def test_an_argument_that_can_not_be_read_ends_the_start(
+    argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["process", argument])
+    assert process.main() == EXIT_CONFIG
+
+
+def test_every_start_of_an_engine_has_another_id() -> None:
+    start = EngineStart(connect="ipc://x", model="m", key="k", server_key="s")
+    found = [process.with_engine_id(EngineProcess(start=start, launch_id="l")) for _ in range(2)]
+    assert found[0].engine_id != found[1].engine_id
+    assert all(one.engine_id.startswith("l") for one in found)
+    named = EngineProcess(start=start, engine_id="e")
+    assert process.with_engine_id(named) == named
 
 
 @pytest.mark.usefixtures("_default_logging")
@@ -74,11 +101,13 @@ def test_garbage_collections_traverse_nothing_that_a_start_made(
         traversed.extend(one for one in gc.get_objects() if issubclass(type(one), kinds))
 
     monkeypatch.setattr(process, "_serve", serve)
-    options = ["--connect", f"ipc://{tmp_path}/s", "--model", str(model_directory)]
-    options += [*engine_arguments(tmp_path / "d"), "--device", "cpu"]
+    start = EngineStart(
+        connect=f"ipc://{tmp_path}/s", model=str(model_directory), **engine_keys(tmp_path / "d")
+    )
+    options = EngineProcess(start=start, engine=EngineOptions(device="cpu"))
     frozen = gc.get_freeze_count()
     try:
-        assert process.main(options) == 0
+        assert process.run(options) == 0
         assert gc.get_freeze_count() > frozen
     finally:
         gc.unfreeze()

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -15,10 +14,12 @@ from loradock.controller.server.keys import KeyStore
 from loradock.messages import commands as cm
 from loradock.messages import reports as rp
 from loradock.messages import requests
+from loradock.messages.engine_options import EngineOptions, EngineProcess, EngineStart
 from loradock.messages.prompts import Sampling
 from loradock.messages.wire import COMMANDS, REPORTS, DecodedFrame
+from loradock.processes.subprocesses import engine_command
 from tests.support.engine.engine_examples import ADAPTERS
-from tests.support.simulation.key_examples import engine_arguments
+from tests.support.simulation.key_examples import engine_keys
 from tests.support.waiting import HANG_S
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
@@ -100,21 +101,32 @@ def is_beat(report: rp.Report) -> bool:
     return isinstance(report, rp.EngineBeat)
 
 
-class EngineProcess:
+class RunningEngine:
     """One engine process."""
 
     def __init__(self, directory: Path, model: Path, root: Path, supervised: bool) -> None:
         self.path = directory / "engine"
         self.parent = subprocess.Popen(["sleep", "600"]) if supervised else None
-        options = ["--parent-pid", str(self.parent.pid)] if self.parent else []
+        process = EngineProcess(
+            start=EngineStart(
+                connect=f"ipc://{self.path}",
+                model=str(model),
+                adapter_roots=(str(root),),
+                max_loras=3,
+                device_bytes_max=1_000_000,
+                **engine_keys(directory),
+            ),
+            engine=EngineOptions(device="cpu"),
+            parent_pid=self.parent.pid if self.parent else None,
+            engine_id="a" * 32,
+        )
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "loradock.engine.worker", "--connect", f"ipc://{self.path}",
-             "--model", model, "--adapter-root", root, "--device", "cpu", "--max-loras", "3",
-             "--max-lora-rank", "16", "--device-bytes-max", "1000000", "--engine-id", "a" * 32,
-             *engine_arguments(directory), *options],
-            cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            engine_command(process),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
 
     def end(self) -> tuple[int, str]:
         """Return the exit status and the text on stderr."""
@@ -136,12 +148,12 @@ class EngineProcess:
 @pytest.fixture(scope="module")
 def start(
     tmp_path_factory: pytest.TempPathFactory, model_directory: Path, adapter_root: Path
-) -> Iterator[Callable[[bool], EngineProcess]]:
+) -> Iterator[Callable[[bool], RunningEngine]]:
     started = []
 
-    def start(supervised: bool) -> EngineProcess:
+    def start(supervised: bool) -> RunningEngine:
         directory = tmp_path_factory.mktemp("worker")
-        started.append(EngineProcess(directory, model_directory, adapter_root, supervised))
+        started.append(RunningEngine(directory, model_directory, adapter_root, supervised))
         return started[-1]
 
     yield start
@@ -150,7 +162,7 @@ def start(
 
 
 @pytest.fixture(scope="module")
-def attached(start: Callable[[bool], EngineProcess]) -> Iterator[Controller]:
+def attached(start: Callable[[bool], RunningEngine]) -> Iterator[Controller]:
     """A controller with an attached engine; shared, so each test leaves it synchronised."""
     engine = start(False)
     controller = Controller(engine.path, epoch=1)
@@ -290,7 +302,7 @@ def test_unacknowledged_reports_are_sent_again_in_order_before_the_inventory(
         assert ops == sorted(ops)
 
 
-def test_the_engine_outlives_its_controller(start: Callable[[bool], EngineProcess]) -> None:
+def test_the_engine_outlives_its_controller(start: Callable[[bool], RunningEngine]) -> None:
     engine = start(True)
     first = Controller(engine.path, epoch=5)
     first.attach()

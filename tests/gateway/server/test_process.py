@@ -50,7 +50,7 @@ def test_wrong_addresses_are_refused(text: str) -> None:
         "[]",
         "x",
         '{"log_format": "xml"}',
-        '{"directory": "d", "request_timeout_s": 9999}',
+        '{"directory": "d", "http_timeout_s": 9999}',
         '{"directory": "d", "port": "x"}',
     ],
 )
@@ -75,35 +75,21 @@ def test_a_wrong_configuration_ends_the_process(monkeypatch: pytest.MonkeyPatch,
 )
 def test_options_that_can_not_be_served_end_the_process(tmp_path: Path, options: Any) -> None:
     config = GatewayConfig(directory=str(tmp_path), port=0, **options)
-    page = Progress()
-    assert process.run(config, progress=page) == process.EXIT_CONFIG
+    page = Progress.share()
+    assert process.run(msgspec.structs.replace(config, progress=page.path)) == process.EXIT_CONFIG
     assert page.reason().startswith("can't serve with these options: ")
 
 
 def test_an_address_in_use_ends_the_process(tmp_path: Path) -> None:
-    page = Progress()
+    page = Progress.share()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = GatewayConfig(directory=str(tmp_path), port=port)
-        assert process.run(config, progress=page) == process.EXIT_SOCKET
+        assert (
+            process.run(msgspec.structs.replace(config, progress=page.path)) == process.EXIT_SOCKET
+        )
     # It is the last line of `serve`.
     assert page.reason() == f"--http 127.0.0.1:{port} can't be used: Address already in use"
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_supervisor_of_another_version_may_name_no_page(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int
-) -> None:
-    page = Progress.share()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = GatewayConfig(directory=str(tmp_path), port=taken.getsockname()[1])
-        words = ["gateway", msgspec.json.encode(config).decode(), "-1", page.path]
-        monkeypatch.setattr("sys.argv", words[: 2 + count])
-        try:
-            assert process.main() == process.EXIT_SOCKET
-        finally:
-            reset_logs()
-    assert ("can't be used" in page.reason()) == (count == 2)
 
 
 def test_a_module_that_can_not_be_loaded_ends_the_process(tmp_path: Path) -> None:
@@ -154,7 +140,7 @@ def test_requests_in_flight_end_before_the_gateway(tmp_path: Path) -> None:
 
 def test_steps_are_reported_while_the_loop_runs(tmp_path: Path) -> None:
     """A supervisor ends a process that reports none for an hour."""
-    page = Progress()
+    page = Progress.share()
     with StandIn(tmp_path) as controller:
         with serve_gateway(controller, progress=page, drain_timeout_s=7):
             for _ in range(3):

@@ -115,10 +115,11 @@ def serve_gateway(
     **options: Any,
 ) -> Iterator[Served]:
     """Serve until the context ends, which also shows that the gateway ends with its supervisor."""
-    config = GatewayConfig(directory=str(controller.directory), port=0, **options)
-    listener = open_listener(config.host, config.port)
     parent_fd, write_fd = os.pipe()
-    serving = partial(serve, config, listener, parent_fd, progress)
+    directory = str(controller.directory)
+    config = GatewayConfig(directory=directory, port=0, parent_fd=parent_fd, **options)
+    listener = open_listener(config.host, config.port)
+    serving = partial(serve, config, listener, progress)
     thread = threading.Thread(target=lambda: asyncio.run(serving()))
     thread.start()
     served = Served(controller, listener.getsockname()[1], verify)

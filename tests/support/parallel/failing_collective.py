@@ -23,6 +23,7 @@ from loradock.engine.worker import engine as engine_module
 from loradock.engine.worker import leader, process
 from loradock.engine.worker.leader import Leader
 from loradock.messages import commands as cm
+from loradock.messages.engine_options import EngineProcess
 from loradock.messages.ids import GPU_SLOT
 from loradock.messages.prompts import Sampling
 from loradock.messages.reports import GenerationEnded, OperationFailed
@@ -44,7 +45,7 @@ class FailingRank(Struct, frozen=True):
 
     at: int
     output: str
-    options: tuple[str, ...]
+    options: EngineProcess
 
 
 class RankRecord(Struct):
@@ -155,7 +156,7 @@ def main() -> int:
     process._serve = serve  # type: ignore[assignment]
     process.follow = follow
     try:
-        status = process.main(given.options)
+        status = process.run(given.options)
     finally:
         Path(given.output).write_bytes(msgspec.json.encode(record))
     process.end(status)

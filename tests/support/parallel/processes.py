@@ -6,18 +6,25 @@ A process ends with the context that started it.
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from loradock.controller.core.limits import Limits
 from loradock.controller.server.config import ServerConfig, Supervision
 from loradock.controller.server.transport import endpoint
+from loradock.messages.engine_options import (
+    EngineOptions,
+    EngineProcess,
+    EngineStart,
+    LoRAOptions,
+)
+from loradock.processes.subprocesses import engine_command
 from tests.support.parallel.forked_processes import ROOT, ForkedProcess, forker
-from tests.support.simulation.key_examples import engine_arguments
+from tests.support.simulation.key_examples import engine_keys
 from tests.support.waiting import HANG_S
 
 TINY = ROOT / "examples" / "tiny"
@@ -63,10 +70,11 @@ class ControllerProcess:
         return self._process.pid
 
     def start(self) -> None:
-        config = msgspec.json.encode(self._config).decode()
-        supervision = msgspec.json.encode(Supervision(launch_id=self.launch_id)).decode()
+        supervision = Supervision(launch_id=self.launch_id)
+        started = msgspec.structs.replace(self._config, supervision=supervision)
+        config = msgspec.json.encode(started).decode()
         parent = forker(self._starts % _HASH_SEEDS, CONTROLLER, STEPPED_CONTROLLER)
-        arguments = (*self._arguments, config, supervision)
+        arguments = (*self._arguments, config)
         self._process = parent.start(self._module, arguments, self._errors)
         self._starts += 1
 
@@ -106,15 +114,19 @@ def engine(
     roots: tuple[Path, ...] = (TINY / "adapters",),
     limits: Limits = LIMITS,
     model: Path = TINY / "model",
-    options: tuple[str, ...] = (),
+    **options: Any,
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, "-m", "loradock.engine.worker"]
-    command += ["--connect", endpoint(directory, "engine.sock"), "--model", str(model)]
-    command += engine_arguments(directory)
-    command += ["--max-loras", str(limits.slots_max), "--max-lora-rank", "64"]
-    command += ["--device-bytes-max", str(limits.device_bytes_max), *options]
-    for root in roots:
-        command += ["--adapter-root", str(root)]
+    """Run an engine that no supervisor watches; `options` are fields of `EngineOptions`."""
+    start = EngineStart(
+        connect=endpoint(directory, "engine.sock"),
+        model=str(model),
+        adapter_roots=tuple(map(str, roots)),
+        max_loras=limits.slots_max,
+        device_bytes_max=limits.device_bytes_max,
+        **engine_keys(directory),
+    )
+    lora, engine_options = LoRAOptions(max_lora_rank=64), EngineOptions(**options)
+    command = engine_command(EngineProcess(start=start, lora=lora, engine=engine_options))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with directory.with_suffix(".engine.log").open("ab") as errors:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=errors, stderr=errors)

@@ -51,7 +51,7 @@ def use_engine_keys(socket: Any, directory: Path) -> None:
     use_keys(socket, pair, server_key(directory))
 
 
-def engine_arguments(directory: Path) -> list[str]:
-    """Return the options with which an engine that was started elsewhere is admitted."""
+def engine_keys(directory: Path) -> dict[str, str]:
+    """Return the files of keys with which an engine that was started elsewhere is admitted."""
     path = allow(directory, "engine", "engine")
-    return [f"--key={path}", f"--server-key={KeyStore(directory).server_public_path}"]
+    return {"key": str(path), "server_key": str(KeyStore(directory).server_public_path)}

@@ -1,1 +1,0 @@
-"""Checks before a server starts, in words, without loading the model."""

@@ -1,1 +1,0 @@
-"""The tiny example for first steps with an installed LoRADock."""

@@ -1,1 +1,0 @@
-"""Options of commands: groups of them, sizes with units, and those of sampling."""

@@ -1,1 +1,0 @@
-"""Commands on a running server: readiness, stop, requests in progress, settings."""
