@@ -22,8 +22,9 @@ MINORS: Final = ("5.21", "5.22", "5.23")
 
 RESULTS: Final = ROOT / "tests" / "golden" / "matrix.json"
 SUITES: Final = (
-    *("tests/engine/models", "tests/engine/paging", "tests/integration/test_parity.py"),
-    *("tests/integration/test_parity_states.py", "tests/engine/inference/test_paged_batch.py"),
+    *("tests/engine/models", "tests/integration/test_parity.py"),
+    *("tests/integration/test_parity_states.py", "tests/engine/serving/test_paged_batch.py"),
+    *("tests/engine/serving/test_packed_model.py", "tests/engine/serving/test_masks.py"),
 )
 """Tests of paging, states, positions and serving."""
 

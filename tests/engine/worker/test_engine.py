@@ -253,3 +253,18 @@ def test_a_failing_compaction_is_raised_because_it_ends_the_engine(
     monkeypatch.setattr(bench.engine.residency.arena._copier, "move", failing_move)
     with pytest.raises(RuntimeError, match="the device failed"):
         bench.do(cm.WriteSlot, adapter_id=3, slot=0, generation=2)
+
+
+def test_a_request_with_several_outputs_is_one_in_the_statistics(
+    make_engine: Callable[..., EngineBench], no_eos: None
+) -> None:
+    bench = make_engine()
+    sampling = Sampling(max_tokens=8, temperature=1.0, n=3)
+    fields = {"adapter_id": 0, "slot": -1, "generation": 0, "prompt": PROMPT, "sampling": sampling}
+    op = bench.submit(cm.StartGeneration, request_id="several", **fields)
+    for _ in range(3):
+        bench.engine.step()
+    found = bench.engine.statistics()
+    assert (found.running, found.waiting) == (1, 0)
+    bench.wait(op)
+    assert bench.engine.statistics().preempted == 0
