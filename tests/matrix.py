@@ -24,7 +24,7 @@ RESULTS: Final = ROOT / "tests" / "golden" / "matrix.json"
 SUITES: Final = (
     *("tests/engine/models", "tests/integration/test_parity.py"),
     *("tests/integration/test_parity_states.py", "tests/engine/serving/test_paged_batch.py"),
-    *("tests/engine/serving/test_packed_model.py", "tests/engine/serving/test_masks.py"),
+    *("tests/engine/serving/test_attention.py", "tests/engine/serving/test_blocks.py"),
 )
 """Tests of paging, states, positions and serving."""
 

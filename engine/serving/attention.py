@@ -52,6 +52,15 @@ COPY_TOKENS: Final = 0.5
 """The tokens whose reading takes as long as copying one."""
 
 
+_SAMPLES: Final = 16
+"""The tokens of the longest sequence whose masks are looked at whole, for gaps."""
+
+_attend_segment: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""PyTorch's function of a CPU, which also returns the logarithms of the sums."""
+
+_step: ContextVar[PackedStep] = ContextVar("packed step")
+
+
 class SequencePlace(NamedTuple):
     """A sequence's place: its query in the pass, and `tokens` tokens from `first` on in its blocks.
 
@@ -217,10 +226,6 @@ def _with_tensors(
     )
 
 
-_SAMPLES: Final = 16
-"""The tokens of the longest sequence whose masks are looked at whole, for gaps."""
-
-
 class SequenceMask(NamedTuple):
     """What a sequence attends to: its tokens in memory from `first` on, counted from 0.
 
@@ -357,12 +362,6 @@ def _check_released(mask: Tensor) -> None:
         raise RuntimeError("a layer attends to tokens whose blocks have been released")
 
 
-_attend_segment: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""PyTorch's function of a CPU, which also returns the logarithms of the sums."""
-
-_step: ContextVar[PackedStep] = ContextVar("packed step")
-
-
 class Scoring(NamedTuple):
     """How queries and keys become scores: None if the model specifies nothing.
 
@@ -414,14 +413,11 @@ def _attention(
     for span, first, mask in others:
         queries = query.narrow(2, span.begin, span.count)
         keys, values = layer.read(span, first)
-        if scoring.softcap is None and scoring.sinks is None:
-            attended = _attend(queries, keys, values, mask, scoring.scaling)
-        else:
-            attended = _attend_explicitly(queries, keys, values, mask, scoring)
+        attended = _attend(queries, keys, values, mask, scoring)
         by_head.narrow(2, span.begin, span.count).copy_(attended)
     for group, mask in zip(step.groups, attention_mask.groups, strict=True):
         queries = query[0].index_select(1, group.queries).transpose(0, 1)[:, :, None]
-        attended = _attend_group(queries, *layer.read_group(group), mask, scoring)
+        attended = _attend(queries, *layer.read_group(group), mask, scoring)[:, :, 0]
         output.index_copy_(0, group.queries, attended)
     return output[None], None
 
@@ -461,38 +457,28 @@ def _attend_segments(
     return merged.transpose(0, 1).to(query.dtype)
 
 
-def _attend_group(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring
-) -> Tensor:
-    """Attend one query per row, [rows, heads, 1, head_dim]; return [rows, heads, head_dim]."""
-    rows, heads, _, width = queries.shape
-    if scoring.softcap is not None or scoring.sinks is not None:
-        return _attend_explicitly(queries, keys, values, mask, scoring)[:, :, 0]
-    packed = queries.reshape(rows, keys.shape[1], -1, width)
-    attended = scaled_dot_product_attention(
-        packed, keys, values, attn_mask=mask, scale=scoring.scaling
-    )
-    return attended.reshape(rows, heads, values.shape[3])
-
-
 def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """Attend with PyTorch's function; queries: [1, heads, queries, head_dim]."""
-    _, heads, count, width = queries.shape
+    """Attend with PyTorch's function if it can; queries: [rows, heads, queries, head_dim]."""
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return _attend_explicitly(queries, keys, values, mask, scoring)
+    rows, heads, count, width = queries.shape
     groups = keys.shape[1]
-    if count == 1 and mask is None and heads != groups:
+    if count == 1:
         # The heads that share keys are queries of one head, so that nothing is repeated.
-        packed = queries.view(1, groups, heads // groups, width)
-        attended = scaled_dot_product_attention(packed, keys, values, scale=scaling)
-        return attended.reshape(1, heads, 1, values.shape[3])
+        packed = queries.reshape(rows, groups, -1, width)
+        attended = scaled_dot_product_attention(
+            packed, keys, values, attn_mask=mask, scale=scoring.scaling
+        )
+        return attended.reshape(rows, heads, 1, values.shape[3])
     return scaled_dot_product_attention(
         queries,
         keys,
         values,
         attn_mask=mask,
-        is_causal=mask is None and count > 1,
-        scale=scaling,
+        is_causal=mask is None,
+        scale=scoring.scaling,
         enable_gqa=heads != groups,
     )
 
@@ -504,7 +490,7 @@ def _attend_explicitly(
     mask: Tensor | None,
     scoring: Scoring,
 ) -> Tensor:
-    """Attend as `_attend` does, with soft-capped scores or sinks."""
+    """Attend with soft-capped scores or sinks."""
     scaling, softcap, sinks = scoring
     rows, heads, count, width = queries.shape
     packed = queries.reshape(rows, keys.shape[1], -1, width)

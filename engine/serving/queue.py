@@ -153,7 +153,7 @@ class WaitingQueue(Generic[T]):
     @property
     def adapters(self) -> tuple[AdapterId, ...]:
         """The adapters with items of the priority that is next, in the order of their turns."""
-        return tuple(self._lines[self.priority])
+        return tuple(self._lines[self.priority]) if self._lines else ()
 
     def append(self, adapter: AdapterId, item: T, cost: int, priority: int = 0) -> None:
         """Add an item after the others of its adapter and priority."""

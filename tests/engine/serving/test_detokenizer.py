@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from examples.tiny_recipe import BOS_ID, EOS_ID, PAD_ID, build_tokenizer
+from examples.tiny_recipe import BOS_ID, PAD_ID, build_tokenizer
 from loradock.engine.serving.sequence import (
     PENDING_TOKENS_MAX,
     REPLACEMENT,
@@ -18,6 +18,7 @@ from loradock.engine.serving.sequence import (
 )
 
 TOKENIZER = build_tokenizer()
+
 """A token is a byte, so every character beyond ASCII is several tokens."""
 
 TEXTS = st.text(alphabet=st.sampled_from("aé€😀\0 \ufffd"), max_size=12)
@@ -85,15 +86,6 @@ def test_bytes_that_complete_no_character_are_held_back_for_a_bounded_time() -> 
     assert "".join(shown) == REPLACEMENT * 100
 
 
-def test_an_incomplete_character_is_shown_at_the_end() -> None:
-    assert pieces(b"x", b"a\xe2\x82") == ["a", "", "", REPLACEMENT]
-
-
-def test_special_tokens_are_not_text() -> None:
-    stream = Detokenizer(TOKENIZER, [65])
-    assert stream.add(EOS_ID) + stream.add(66) + stream.flush() == "B"
-
-
 def fallback_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer like Llama 1's: words include their space, other characters are bytes."""
     words = ["<unk>", "▁a", "▁b", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -118,9 +110,13 @@ def with_special_tokens(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokeniz
 
 
 FALLBACK = fallback_tokenizer()
+
 WITH_SPECIAL_TOKENS = [with_special_tokens(fallback_tokenizer())]
+
 WITH_SPECIAL_TOKENS.append(with_special_tokens(word_piece_tokenizer()))
+
 EURO = [4 + byte for byte in "€".encode()]
+
 WORDS = st.lists(st.sampled_from([[1], [2], [3], EURO]), max_size=10).map(
     lambda parts: list(chain(*parts))
 )
@@ -162,6 +158,7 @@ def shown_by(stops: tuple[str, ...], chunks: list[str]) -> tuple[str, bool]:
 
 
 ALPHABET = st.text(alphabet="ab", max_size=10)
+
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3).map(tuple)
 
 

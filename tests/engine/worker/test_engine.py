@@ -64,15 +64,6 @@ def test_each_step_of_a_life_cycle_has_one_report_and_shows_in_the_inventory(
     assert bench.engine.inventory().running == ()
 
 
-def test_the_inventory_names_the_engine_and_its_capacity(bench: EngineBench) -> None:
-    inventory = bench.engine.inventory()
-    assert inventory.engine_id == "e" * 32
-    assert inventory.pid > 0
-    assert inventory.model
-    assert (inventory.slots_max, inventory.device_bytes_max) == (4, 1 << 20)
-    assert (inventory.last_op, inventory.running, inventory.adapters) == (0, (), ())
-
-
 def test_generations_are_pefts_through_all_commands(
     bench: EngineBench, peft_models: dict[str, PeftModel]
 ) -> None:
@@ -162,37 +153,6 @@ def test_a_slot_reset_for_another_adapter_fails_only_its_old_sequences(bench: En
     failure(bench.wait(bench.generate(1, 0, 2)), ErrorCode.NOT_RESIDENT)
 
 
-def test_an_adapter_is_used_in_the_slot_that_it_moved_to(bench: EngineBench) -> None:
-    bench.promote(1, "everything", GPU_SLOT, slot=2)
-    before = bench.generate(1, 2, 1)
-    bench.wait(before)
-    for slot, generation, last in [(0, 1, (2, 1)), (3, 1, (0, 1))]:
-        bench.do(cm.ResetSlot, slot=last[0], generation=last[1])
-        bench.do(cm.WriteSlot, adapter_id=1, slot=slot, generation=generation)
-        after = bench.generate(1, slot, generation)
-        bench.wait(after)
-        assert bench.tokens(after) == bench.tokens(before)
-    base = bench.generate(0, -1, 0)
-    bench.wait(base)
-    assert bench.tokens(base) != bench.tokens(before)
-
-
-def test_a_generation_is_stopped_and_resent(bench: EngineBench) -> None:
-    op = bench.generate(0, -1, 0, max_tokens=60)
-    for _ in range(2):
-        bench.engine.step()
-    bench.submit(cm.StopGeneration, target=op)
-    assert bench.wait(op) == rp.GenerationEnded(op, "cancelled", len(PROMPT), 2)
-    bench.engine.submit(cm.ResendTokens(f"r{op - 1}"))
-    bench.poll()
-    assert bench.reports[-1].offset == 0
-    assert len(bench.reports[-1].tokens) == 2
-    stop = bench.submit(cm.StopGeneration, target=op)
-    bench.poll()
-    assert bench.reports_of(stop) == []
-    assert bench.engine.last_op == stop
-
-
 def test_a_prefix_is_reused_by_the_fingerprint_of_an_adapter(bench: EngineBench) -> None:
     """Also after the adapter was in another slot, and never by another adapter in its slot."""
     prompt = tuple(range(40))
@@ -208,7 +168,7 @@ def test_a_prefix_is_reused_by_the_fingerprint_of_an_adapter(bench: EngineBench)
             **fields,
         )
         bench.engine.step()
-        reused = [row.table.reused for row in bench.engine._inference.batch._rows]
+        reused = [row.table.reused for row in bench.engine._inference.batch._members]
         bench.wait(op)
         return bench.tokens(op), sum(reused)
 

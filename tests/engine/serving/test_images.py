@@ -1,28 +1,51 @@
-"""Sequences with images join and leave among sequences of text, each with its own adapter."""
+"""Sequences with images join and leave among sequences of text, each with its adapter."""
 
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 from torch import Tensor
 
-from loradock.engine.errors import Conflict, EngineOverloaded, RequestRefused
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import Conflict, EngineOverloaded, ModelRefused, RequestRefused
 from loradock.engine.jobs import FinishedJob
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_processor import ProcessedPrompt
+from loradock.engine.models.loading import load_model
+from loradock.engine.models.vision.image_inputs import ImageInputs
+from loradock.engine.punica import MappingType
 from loradock.engine.serving import forward, prompts, startup
 from loradock.engine.serving.blocks import BLOCK_TOKENS
 from loradock.engine.serving.decoding import StaticDecode
-from loradock.engine.serving.prompts import PREFETCHED_MAX
+from loradock.engine.serving.prompts import PREFETCHED_MAX, PromptPrefetcher
+from loradock.engine.worker.engine import Engine
+from loradock.messages.commands import StartGeneration
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import OpId
-from loradock.messages.prompts import Sampling
-from loradock.messages.reports import GenerationEnded, OperationFailed
-from tests.support.engine.image_bench import EVERY_KIND, ImageBench, PeftReference, PromptRow
-from tests.support.models.image_examples import image_prompt, picture
+from loradock.messages.prompts import IllustratedPrompt, Sampling
+from loradock.messages.reports import GenerationEnded, OperationFailed, Report
+from tests.support.engine.image_bench import (
+    EVERY_KIND,
+    EVERYWHERE,
+    LORA,
+    ImageBench,
+    PeftReference,
+    PromptRow,
+)
+from tests.support.models.image_examples import build_with_processor, image_prompt, picture
+from tests.support.models.image_text_examples import build
+from tests.support.waiting import HANG_S
 
 ROWS = (
     PromptRow("one", "a @ cat", (picture(20, 12, 1),)),
@@ -32,6 +55,7 @@ ROWS = (
     PromptRow("two", "the mat"),
     PromptRow("one", "a cat and @", (picture(8, 8, 5),)),
 )
+
 TWELVE = Sampling(max_tokens=12)
 
 
@@ -123,21 +147,23 @@ class ManualJobs:
     """Jobs that run when the test calls `run`."""
 
     def __init__(self) -> None:
+        self.started: list[OpId] = []
         self.queued: list[tuple[OpId, object]] = []
         self._finished: list[FinishedJob[OpId]] = []
 
     def start(self, tag: OpId, job: object) -> None:
+        self.started.append(tag)
         self.queued.append((tag, job))
 
-    def run(self, count: int) -> None:
-        for tag, job in self.queued[:count]:
+    def run(self, count: int, at: int = 0) -> None:
+        for tag, job in self.queued[at : at + count]:
             future: Future[object] = Future()
             try:
                 future.set_result(job())
             except Exception as error:
                 future.set_exception(error)
             self._finished.append(FinishedJob(tag, future))
-        del self.queued[:count]
+        del self.queued[at : at + count]
 
     def take_finished(self) -> list[FinishedJob[OpId]]:
         finished, self._finished = self._finished, []
@@ -300,3 +326,151 @@ def test_a_model_without_a_processor_refuses_images_with_the_reason(tmp_path: Pa
     with pytest.raises(RequestRefused, match="preprocessor_config"):
         driver.start(None, image_prompt("llava", "@", picture(8, 8)))
     assert driver.alone(None, "the mat", TWELVE)[0]
+
+
+WITH_TOWERS = replace(LORA, enable_tower_connector_lora=True)
+
+TOWER_ROWS = (
+    PromptRow("one", "a @ cat", (picture(20, 12, 1),)),
+    PromptRow(None, "what is this? it is a cat and a dog"),
+    PromptRow("two", "@ is a dog and @ is it", (picture(9, 30, 2), picture(16, 16, 3))),
+    PromptRow(None, "@ a", (picture(31, 17, 4),)),
+    PromptRow("one", "a cat and @", (picture(8, 8, 5),)),
+)
+
+TEN = Sampling(max_tokens=10)
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_sequences_with_images_of_several_adapters_equal_peft(kind: str, tmp_path: Path) -> None:
+    reference = PeftReference(kind, tmp_path, EVERYWHERE)
+    bench = ImageBench(kind, tmp_path, WITH_TOWERS)
+    # Gemma 3 projects by a bare parameter.
+    parts = {MappingType.TOWER} if kind == "gemma3" else {*MappingType} - {MappingType.LANGUAGE}
+    assert parts <= set(bench.model.parts.values())
+    driver = bench.driver(max_num_seqs=4)
+    ops = [driver.start(row.adapter, bench.prompt(row), TEN) for row in TOWER_ROWS]
+    driver.run()
+    for op, row in zip(ops, TOWER_ROWS, strict=True):
+        assert driver.output(op)[0] == reference.greedy(row, 10), row.text
+
+
+def test_tower_adapters_for_a_model_of_text_only_are_refused(tmp_path: Path) -> None:
+    build("llava").save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=r"enable_tower_connector_lora .* text alone"):
+        load_model(EngineConfig(tmp_path), WITH_TOWERS)
+
+
+PROMPT = image_prompt("qwen2_vl", "a @ cat", picture(20, 12, 1))
+
+
+class PrefetchBench:
+    """An engine whose images are processed once `may_read` is set."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        build_with_processor("qwen2_vl", directory)
+        config = EngineConfig(directory, device="cpu", device_bytes_max=1 << 20)
+        model = load_model(config, LORA)
+        assert isinstance(model, CausalModel)
+        assert model.prompt_reader is not None, model.no_images_reason
+        self.model, self.may_read, self.woken = model, threading.Event(), threading.Event()
+        read = model.prompt_reader.read
+
+        def late(prompt: IllustratedPrompt, wanted: int) -> ProcessedPrompt:
+            assert self.may_read.wait(HANG_S)
+            return read(prompt, wanted)
+
+        monkeypatch.setattr(model.prompt_reader, "read", late)
+        self.engine = Engine(model, config, LORA, "e" * 32, self.woken.set)
+        self.reports: list[Report] = []
+
+    def start(self, op: int) -> None:
+        sampling = Sampling(max_tokens=3)
+        self.engine.submit(StartGeneration(op, str(op), 0, -1, 0, PROMPT, sampling))
+
+    def run(self) -> None:
+        while True:
+            self.reports += self.engine.poll()
+            if self.engine.is_idle:
+                return
+            self.engine.step()
+
+
+@pytest.fixture
+def prefetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrefetchBench:
+    return PrefetchBench(tmp_path, monkeypatch)
+
+
+def test_an_engine_that_processes_images_is_idle_has_jobs_and_is_woken(
+    prefetch: PrefetchBench,
+) -> None:
+    prefetch.start(1)
+    prefetch.run()
+    assert prefetch.engine.is_idle
+    assert prefetch.engine.has_jobs
+    assert prefetch.engine.inventory().running == (1,)
+    assert not prefetch.reports
+    prefetch.may_read.set()
+    assert prefetch.woken.wait(HANG_S)
+    prefetch.run()
+    (end,) = [report for report in prefetch.reports if isinstance(report, GenerationEnded)]
+    assert (end.op, end.finish_reason) == (1, "length")
+    assert not prefetch.engine.has_jobs
+    prefetch.engine.close()
+
+
+def test_pixels_are_released_once_they_are_in_the_cache(
+    prefetch: PrefetchBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, pixels = prefetch.model.forward, []
+
+    def watched(tokens: torch.Tensor, rows: object, images: list[ImageInputs]) -> torch.Tensor:
+        pixels.extend(weakref.ref(one.tensors["pixel_values"]) for one in images)
+        return forward(tokens, rows, images)
+
+    monkeypatch.setattr(prefetch.model, "forward", watched)
+    prefetch.may_read.set()
+    prefetch.start(1)
+    assert prefetch.woken.wait(HANG_S)
+    prefetch.reports += prefetch.engine.poll()
+    prefetch.engine.step()
+    assert not prefetch.engine.is_idle
+    assert [pixel() for pixel in pixels] == [None]
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_sequences_are_processed_in_order_within_the_bound_and_returned_once(
+    data: st.DataObject,
+) -> None:
+    jobs = ManualJobs()
+    prefetcher = PromptPrefetcher(jobs)
+    sequences: dict[OpId, object] = {}
+    cancelled: set[OpId] = set()
+    collected: list[OpId] = []
+    ready = 0
+    for op in range(1, data.draw(st.integers(1, 40))):
+        match data.draw(st.sampled_from(["add", "add", "end", "cancel", "use", "collect"])):
+            case "add":
+                sequences[op] = SimpleNamespace(command=SimpleNamespace(op=op))
+                prefetcher.add(sequences[op], lambda op=op: op, ready)
+            case "end" if jobs.queued:
+                jobs.run(1, at=data.draw(st.integers(0, len(jobs.queued) - 1)))
+            case "cancel" if left := sorted(sequences.keys() - cancelled - set(collected)):
+                cancelled.add(gone := data.draw(st.sampled_from(left)))
+                prefetcher.cancel(sequences[gone])
+            case "use":
+                ready = max(0, ready - 1)
+            case "collect":
+                new = prefetcher.collect(ready)
+                assert all(future.result() == one.command.op for one, future in new)
+                collected += [one.command.op for one, _ in new]
+                ready += len(new)
+        assert len(jobs.queued) + ready <= max(PREFETCHED_MAX, ready)
+        assert jobs.started == [op for op in sequences if op in jobs.started]
+        assert len(collected) == len(set(collected))
+        assert cancelled.isdisjoint(collected)
+    while prefetcher.is_busy or len(prefetcher):
+        jobs.run(len(jobs.queued))
+        collected += [one.command.op for one, _ in prefetcher.collect(0)]
+    assert set(collected) == sequences.keys() - cancelled

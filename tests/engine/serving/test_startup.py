@@ -1,7 +1,8 @@
-"""The probe of decode steps: which models can be captured, and the reason for the others."""
+"""The choices at start: models whose decode steps can be captured, and the budget of a step."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -12,8 +13,10 @@ from transformers import LlamaForCausalLM
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.loading import load_model
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica import PunicaWrapper
+from loradock.engine.serving import startup
 from loradock.engine.serving.decoding import (
     DecodeStep,
     DynamicDecode,
@@ -23,8 +26,10 @@ from loradock.engine.serving.decoding import (
 )
 from loradock.engine.serving.scheduler import choose_scheduler
 from loradock.engine.serving.startup import (
+    STEP_S_CPU,
     ProbeMapper,
     StaticDecodeRefused,
+    choose_budget,
     choose_decode,
     probe_static_decode,
     static_or_dynamic,
@@ -201,6 +206,34 @@ def test_a_step_whose_capture_fails_at_start_is_never_captured(
     assert "no graphs today" in logs[-1]["reason"]
 
 
-def test_the_switch_is_on_or_off(engine_config: EngineConfig) -> None:
-    with pytest.raises(ValueError, match="capture_steps is 1"):
-        replace(engine_config, capture_steps=1)
+MEASURED_TOKENS = 64
+
+
+@pytest.fixture
+def model(engine_config: EngineConfig, lora_config: LoRAConfig) -> CausalModel:
+    """A model of its own, which no engine has bound, so that its forward needs no mapping."""
+    return load_model(engine_config, lora_config)
+
+
+@pytest.mark.parametrize("durations", [(9.0, 0.1, 0.7, 0.4), (9.0, 0.4, 0.7, 0.1)])
+def test_a_prefill_that_others_slow_down_does_not_lower_the_budget(
+    durations: Sequence[float],
+    model: CausalModel,
+    engine_config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings = iter([reading for duration in durations for reading in (0.0, duration)])
+    clock = SimpleNamespace(perf_counter=lambda: next(readings))
+    monkeypatch.setattr(startup, "time", clock)
+    mapper = SimpleNamespace(map=lambda *_: None)
+    budget = choose_budget(model, mapper, engine_config, is_packed=True)  # type: ignore[arg-type]
+    assert budget.tokens == int(MEASURED_TOKENS * STEP_S_CPU / min(durations))
+
+
+def test_prompts_are_divided_only_if_no_rank_sees_a_difference(
+    model: CausalModel, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapper = SimpleNamespace(map=lambda *_: None)
+    assert choose_budget(model, mapper, engine_config).chunks  # type: ignore[arg-type]
+    monkeypatch.setattr(type(model.group), "all_true", lambda *_: False)
+    assert not choose_budget(model, mapper, engine_config).chunks  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Blocks under any history of rows: nothing leaks, nothing is used twice, contents stay correct.
 
-The machine has a memory of its own. Rows write into it what they compute, and a row that reads
-something else than its own tokens under its own version has met another row's block.
+The machine has a memory. Rows write into it what they compute, and a row that reads something else
+than its tokens under its version has met another row's block.
 """
 
 import random
@@ -10,7 +10,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -28,9 +28,11 @@ from loradock.engine.serving.blocks import (
 from tests.support.engine.block_memory import check_pool, references
 
 LOOKBACKS = st.one_of(st.integers(1, 3 * BLOCK_TOKENS), st.just(sys.maxsize))
+
 """Of the tokens of all rows: windows of some blocks, or none."""
 
 VERSIONS = ("base", "adapter, first version", "adapter, second version", None)
+
 # Few different tokens, and long repeated runs: most prompts share a beginning.
 TOKENS = st.builds(
     lambda begin, length: [begin] * (length // 2) + [0] * (length - length // 2),
@@ -167,6 +169,7 @@ class Blocks(RuleBasedStateMachine):
 
 
 Blocks.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+
 TestBlocks = Blocks.TestCase
 
 
@@ -237,25 +240,6 @@ def test_keys_differ_by_every_part() -> None:
     changed = next(block_keys(roots[0], [*tokens[:-1], 99]))
     assert len({*keys, *roots, changed}) == 2 * len(parts) + 1
     assert list(block_keys(roots[0], tokens[:-1])) == []
-
-
-def test_a_refused_reservation_changes_nothing() -> None:
-    pool = BlockPool(2)
-    table = BlockTable(pool, None)
-    table.reserve(BLOCK_TOKENS)
-    with pytest.raises(NoFreeBlocks, match="2 blocks requested, 1 available"):
-        table.reserve(3 * BLOCK_TOKENS)
-    assert (len(table.blocks), pool.available) == (1, 1)
-
-
-@given(lookback=st.integers(1, 200), steps=st.lists(st.integers(1, 100), min_size=1, max_size=12))
-def test_a_row_holds_blocks_of_its_window_and_of_one_step(lookback: int, steps: list[int]) -> None:
-    table = BlockTable(BlockPool(blocks_of(sum(steps))), None, lookback)
-    for step in steps:
-        table.reserve(table.length + step)
-        assert len(table.blocks) <= blocks_of(lookback + step) + 1
-        table.advance(table.length + step, list)
-        assert len(table.blocks) <= blocks_of(lookback) + 1
 
 
 def test_a_window_is_reused_without_the_blocks_before_it() -> None:
