@@ -5,7 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CLIENT_STAMPS := $(VENV)-clients/openai-2/.installed $(VENV)-clients/openai-3/.installed
+RULES  := tests/test_architecture.py tests/test_code_rules.py tests/test_robustness.py
+CORE_TESTS := tests/controller/core tests/controller/states
 ONLY   ?=
+ROOM   ?=
 SEED   ?=
 N      ?= 20000
 STEPS  ?= 200
@@ -13,7 +16,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams supported parity matrix clean
+.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams supported parity matrix walk rules coverage clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,15 +45,25 @@ quantization: $(STAMP)  ## install torchao and bitsandbytes (47 MB) for the test
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps \
 	  --target $(VENV)/quantization 'bitsandbytes>=0.49,<1' 'torchao>=0.17,<1'
 
-test: $(STAMP)  ## run all tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+test: $(STAMP)  ## run all tests that need no GPU (ROOM=engine/punica for one folder's)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(if $(ROOM),tests/$(ROOM))
 
-# Without the small model, the client libraries, the packages for Node, the quantising libraries or
-# the checker, their tests are skipped with the reason.
-check: $(STAMP)  ## lint, types and tests: what CI runs
+rules: $(STAMP)  ## format, lint, types and the rules of the house: under 10 s, before each commit
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -p no:xdist $(RULES)
+
+coverage: $(STAMP)  ## branch coverage of the core and the states, by their own tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -p no:xdist $(CORE_TESTS)
+	$(BIN)/python -m coverage report
+
+walk: $(STAMP)  ## count the files and calls of a completion, a load, an event and a decode step
+	$(BIN)/python -m tests.walk
+
+# Without the small model, the client libraries, the packages for Node, the quantising libraries or
+# the checker, their tests are skipped with the reason.
+check: rules  ## lint, types and tests: what CI runs
 	-$(MAKE) sentences
 	-$(MAKE) client-libs
 	-$(MAKE) node-libs
@@ -115,7 +128,7 @@ histories: $(STAMP)  ## run the core through long random histories (STEPS=500)
 	  $(BIN)/python -m pytest tests/controller/core/test_controller.py -p no:xdist
 
 diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
-	$(BIN)/python -m loradock.controller.server.diagrams ARCHITECTURE.md
+	$(BIN)/python -m tests.life_cycle ARCHITECTURE.md
 	$(BIN)/python -m tests.architecture_rules ARCHITECTURE.md
 
 wire: $(STAMP)  ## write the messages of docs/wire.md

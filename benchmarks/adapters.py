@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.figures import Figure, interleave
 from loradock.engine.adapters import read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import LoRAConfig
 from loradock.engine.layout import ModuleShape
 

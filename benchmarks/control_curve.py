@@ -23,9 +23,9 @@ import zmq
 
 from benchmarks.figures import Figure
 from loradock.client.sockets import connection_to, open_requests
-from loradock.controller.server.access.keys import AllowedKey, KeyStore, new_pair
-from loradock.controller.server.access.permissions import Access
+from loradock.controller.server.access import Access
 from loradock.controller.server.connection_guard import GuardThread
+from loradock.controller.server.keys import AllowedKey, KeyStore, new_pair
 from loradock.controller.server.listener import Listener, receive, remote_addresses
 from loradock.messages.requests import AdapterDone, HoldAdapter
 from loradock.messages.wire import REPLIES, REQUESTS

@@ -11,7 +11,7 @@ import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from benchmarks.figures import Figure, best_seconds, interleave
-from loradock.engine.adapters.dummy import dummy_adapter
+from loradock.engine.adapters.in_memory import dummy_adapter
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.causal_model import CausalModel

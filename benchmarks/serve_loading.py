@@ -18,8 +18,8 @@ from benchmarks.adapters import write_adapter
 from benchmarks.figures import Figure
 from benchmarks.rounds import Rounds, interleave
 from loradock.engine.adapters import LoadedAdapter, read_adapter
-from loradock.engine.adapters.checked_files import CheckedFiles
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.reader import KnownFiles
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import LoRAConfig
 from loradock.engine.layout import ModuleShape
 from loradock.engine.residency.arena import Arena
@@ -50,8 +50,8 @@ def activation() -> Iterator[Figure]:
 def cold_load() -> Iterator[Figure]:
     """From the files to a complete slot, as the first request of an adapter causes it.
 
-    That includes the check that precedes a first load, after which values and fingerprint are
-    known. `serve.reload` is without it, as for an adapter that was evicted.
+    That includes the check that precedes a first load, which takes what the check has read.
+    `serve.reload` is without it, as for an adapter that was evicted, and reads the files again.
     """
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         place = _Place.of(Path(name), RANKS["84"])
@@ -59,16 +59,14 @@ def cold_load() -> Iterator[Figure]:
         blob = place.stage(place.read())
         arena, target = place.arena(blob), torch.empty_like(blob.data)
 
-        def load(checked: CheckedFiles) -> None:
-            _activate(arena, place.stage(place.read_again(checked)))
+        def load(known: KnownFiles) -> None:
+            _activate(arena, place.stage(place.read(known)))
 
         def first_load() -> None:
-            checked = CheckedFiles()
-            place.check(checked)
-            load(checked)
+            load(KnownFiles())
 
-        known = CheckedFiles()
-        place.read_again(known)
+        known = KnownFiles()
+        place.read(known)
 
         def bare() -> None:
             offset = 0
@@ -98,16 +96,9 @@ class _Place(NamedTuple):
         config = LoRAConfig(max_lora_rank=rank_max, lora_dtype="bfloat16")
         return cls(root, write_adapter(root / "adapter", rank), config)
 
-    def read(self) -> LoadedAdapter:
-        return self.read_again(None)
-
-    def read_again(self, checked: CheckedFiles | None) -> LoadedAdapter:
+    def read(self, known: KnownFiles | None = None) -> LoadedAdapter:
         target = AdapterTarget(self.modules, self.lora_config)
-        return read_adapter("adapter", [self.root], target, checked=checked)
-
-    def check(self, checked: CheckedFiles) -> None:
-        target = AdapterTarget(self.modules, self.lora_config)
-        read_adapter("adapter", [self.root], target, checked=checked, is_check=True)
+        return read_adapter("adapter", [self.root], target, known_files=known)
 
     def stage(self, loaded: LoadedAdapter) -> Blob:
         shapes = tuple(self.modules.values())

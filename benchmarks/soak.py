@@ -39,7 +39,7 @@ from loradock.client import Client
 from loradock.client.errors import LoradockError
 from loradock.controller.core.limits import Limits
 from loradock.controller.log.event_files import FILE_BYTES_MAX
-from loradock.controller.server.clients.client_table import CLIENTS_MAX
+from loradock.controller.server.clients import CLIENTS_MAX
 from loradock.controller.server.config import ServeConfig, ServerConfig
 from loradock.controller.server.event_stream import EVENTS_KEPT
 from loradock.controller.server.transport import endpoint

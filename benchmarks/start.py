@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.figures import Figure, interleave
-from loradock.controller.server.access.keys import new_pair
+from loradock.controller.server.keys import new_pair
 from loradock.processes.key_files import share_key_pair
 from loradock.processes.subprocesses import process_command
 

@@ -2,7 +2,7 @@
 
 A job gets all it needs as arguments and returns its result. Only the main thread, which calls
 `take_finished`, may change the engine. Jobs run next to forward passes, so each of their threads
-computes alone: with several, PyTorch would start a team of its own for each of them.
+computes alone: with several, PyTorch would start a team of threads for each of them.
 """
 
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def _compute_alone() -> None:
     with _setting:
         before = torch.get_num_threads()
         torch.set_num_threads(1)
-        # The setting is each thread's own, but a new thread begins with the last one of any
+        # Each thread has the setting, but a new thread begins with the last one of any
         # thread: one that ends at once sets that back.
         last = Thread(target=torch.set_num_threads, args=(before,))
         last.start()

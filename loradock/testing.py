@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
+from loradock.controller.core.counters import Counters
 from loradock.controller.core.eviction import Policy
-from loradock.controller.core.tables.counters import Counters
 from loradock.controller.core.world import Adapter
 
 _HISTORIES: Final = 200

@@ -25,7 +25,10 @@ class _Command(Message, frozen=True):
 
 
 class CheckAdapter(_Command, frozen=True):
-    """Read and check all files of an adapter; keep nothing in memory."""
+    """Read and check all files of an adapter, which stays unloaded.
+
+    What was read waits for the adapter's `LoadWeights`, for a bounded time and size.
+    """
 
     adapter_id: AdapterId
     adapter: AdapterName
@@ -33,7 +36,10 @@ class CheckAdapter(_Command, frozen=True):
 
 
 class LoadWeights(_Command, frozen=True):
-    """Read and check an adapter into pageable memory; its fingerprint must be this one."""
+    """Load an adapter into pageable memory; its fingerprint must be this one.
+
+    The engine takes what the check of this `adapter_id` has read, or reads and checks it again.
+    """
 
     adapter_id: AdapterId
     adapter: AdapterName

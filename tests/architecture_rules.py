@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from loradock.controller.server.diagrams import between_marks
+from tests.support.documents import between_marks
 from tests.support.sources import PROGRAM, Source, imports, read_sources
 
 STDLIB: Final = tuple(sys.stdlib_module_names)
@@ -49,35 +49,17 @@ ROOMS: Final = (
     # The controller.
     _package("controller"),
     _package("controller.states", "messages", "transitions")._replace(stdlib=PURE),
-    _package("controller.core.tables", "messages", "msgspec xxhash")._replace(stdlib=PURE),
-    _package(
-        "controller.core",
-        "messages controller.states controller.core.tables",
-        "msgspec xxhash",
-    )._replace(stdlib=PURE),
-    _package(
-        "controller.log", "messages controller.core controller.core.tables", "caio msgspec xxhash"
+    _package("controller.core", "messages controller.states", "msgspec xxhash")._replace(
+        stdlib=PURE
     ),
-    _package("controller.server.clients", "messages", "msgspec xxhash"),
-    _package(
-        "controller.server.access",
-        "processes messages controller.core.context",
-        "msgspec structlog",
-    ),
-    _package(
-        "controller.server.operating",
-        "processes messages controller.core controller.core.tables controller.log",
-        "msgspec structlog",
-    ),
+    _package("controller.log", "messages controller.core", "caio msgspec xxhash"),
     _package(
         "controller.server.startup", "processes messages controller.core", "msgspec structlog"
     ),
     _package(
         "controller.server",
-        "processes messages controller.states controller.core controller.core.tables "
-        "controller.log controller.server.clients controller.server.access "
-        "controller.server.operating controller.server.startup",
-        "msgspec structlog",
+        "processes messages controller.core controller.log controller.server.startup",
+        "msgspec structlog xxhash",
     ),
     _package("client", "processes messages", "msgspec"),
     _package("cli.options", "processes messages controller.server.startup", "msgspec typer"),
@@ -86,7 +68,7 @@ ROOMS: Final = (
     _package(
         "cli",
         "processes messages controller.core controller.log controller.server "
-        "controller.server.access controller.server.startup client cli.example cli.options "
+        "controller.server.startup client cli.example cli.options "
         "cli.pages gateway.options",
         "msgspec rich structlog typer",
     ),
@@ -107,12 +89,11 @@ ROOMS: Final = (
     ),
     # The engine, from the ground up.
     _package("engine", "messages.errors", "torch"),
-    _package("engine.adapters.files", "engine", "torch xxhash"),
     # The only one that imports transformers.
     _package("engine.models.library", "engine", "torch transformers"),
     _package(
         "engine.adapters",
-        "engine engine.adapters.files engine.models.library",
+        "engine engine.models.library processes.safe_open",
         "msgspec torch xxhash",
     ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
@@ -171,41 +152,41 @@ ROOMS: Final = (
     ),
     _package(
         "engine.manager",
-        "messages controller.core engine engine.adapters engine.adapters.files.problems "
+        "messages controller.core engine engine.adapters "
         "engine.kernels.__init__ "
         "engine.residency engine.punica engine.layers engine.models engine.models.vision",
         "structlog torch",
     ),
     _package(
         "engine.worker",
-        "processes messages engine engine.adapters engine.adapters.files.directory "
+        "processes messages engine engine.adapters "
         "engine.residency engine.models engine.models.library engine.serving",
         "msgspec structlog torch",
     ),
     # The gateway, from the ground up: a client of the controller.
-    _package("gateway", libraries="msgspec"),
+    _package("gateway", "messages", "msgspec"),
     _package("gateway.http", "messages client gateway", "msgspec starlette"),
     _package(
         "gateway.adapters",
-        "messages client gateway gateway.http",
+        "processes.safe_open messages client gateway gateway.http",
         "msgspec starlette structlog",
     ),
-    _package(
+    Room(
         "gateway.metrics",
-        "messages gateway gateway.adapters",
-        "prometheus_client starlette",
+        ("gateway.metrics",),
+        ("messages", "gateway", "gateway.http", "gateway.adapters"),
+        ("prometheus_client", "starlette"),
     ),
-    _package("gateway.tools", libraries="msgspec"),
+    Room(
+        "gateway.page",
+        ("gateway.page",),
+        ("messages", "client", "gateway.http", "gateway.adapters"),
+        ("msgspec", "starlette"),
+    ),
     _package(
         "gateway.inference",
-        "processes messages client gateway gateway.http gateway.adapters gateway.metrics "
-        "gateway.tools",
-        "jinja2 msgspec starlette structlog tokenizers",
-    ),
-    _package(
-        "gateway.page",
-        "messages client gateway.http gateway.adapters",
-        "msgspec starlette",
+        "processes messages client gateway gateway.http gateway.adapters",
+        "jinja2 msgspec structlog tokenizers",
     ),
     _package(
         "gateway.server",
@@ -225,14 +206,14 @@ ROOMS: Final = (
         ("processes.__main__",),
         (
             *("loradock", "controller.log", "controller.server", "engine.worker"),
-            *("engine.models.library.light_imports", "gateway.inference.template_process"),
+            *("engine.models.library.light_imports", "gateway.inference.chat_template"),
             "gateway.server",
         ),
     ),
     Room(
         "testing",
         ("testing",),
-        ("controller.core", "controller.core.tables"),
+        ("controller.core",),
         ("msgspec",),
     ),
 )
@@ -240,15 +221,14 @@ ROOMS: Final = (
 PLACES: Final[dict[str, tuple[str, ...]]] = {
     "zmq": (
         *("controller.server.transport", "controller.server.listener"),
-        *("controller.server.access.keys", "controller.server.access.authenticator"),
-        *("client.async_client", "client.sync_client"),
+        *("controller.server.keys", "client.async_client", "client.client"),
         *("client.sockets", "engine.worker.process", "engine.worker.worker"),
     ),
     "PIL": ("engine.models.vision.decoding",),
     "torchao": ("engine.models.quantization",),
     # An extra: only what runs while tracing is on imports it.
     "opentelemetry": ("messages.traces", "gateway.inference.traces", "engine.worker.spans"),
-    "tensorizer": ("engine.adapters.files.tensorizer_stream",),
+    "tensorizer": ("engine.adapters.other_formats",),
 }
 """Libraries that belong to single modules instead of rooms."""
 

@@ -20,19 +20,19 @@ BANNED_METHODS = (
 BANNED_FUNCTIONS = ("os.system", "os.popen", "torch.save")
 # The one loader of pickles, in one module: with `weights_only` it builds tensors and nothing else.
 # Its input is checked before, and only an operator's option leads to it.
-PICKLE_LOADER, PICKLE_LOADER_PLACE = "torch.load", "engine/adapters/files/torch_pickle.py"
+PICKLE_LOADER, PICKLE_LOADER_PLACE = "torch.load", "engine/adapters/other_formats.py"
 # Plugins that are installed as entry points are loaded in these modules.
 PLUGIN_LOADER = "importlib.metadata"
-PLUGIN_LOADER_PLACES = ("loradock/gateway/adapters/resolvers.py", "controller/log/policies.py")
+PLUGIN_LOADER_PLACES = ("loradock/gateway/adapters/sources.py", "controller/log/policies.py")
 # `hash` and `id` differ from one process to the next, and a replay is another process.
 BANNED_IN_CORE = ("open", "print", "input", "id", "hash")
 # The wall clock may jump: it is read for labels and for an epoch's number, and never to wait.
 WALL_CLOCKS = ("time", "time_ns", "now", "utcnow", "today", "CLOCK_REALTIME")
 WALL_CLOCK_PLACES = (
     *("controller/server/logical_clock.py", "loradock/cli/render.py"),
-    "loradock/gateway/timestamps.py",
+    *("loradock/gateway/recorder.py", "loradock/gateway/inference/chat_template.py"),
     # Compared with the times of files, which no other clock can be; the wait is bounded.
-    "engine/adapters/files/directory.py",
+    "engine/adapters/directory.py",
 )
 
 FUNCTION_LINES_MAX, KERNEL_LINES_MAX = 70, 100

@@ -46,6 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Read files that a test has just written at once, in this process; see `QUIET_S`."""
-    directory = sys.modules.get("loradock.engine.adapters.files.directory")
+    directory = sys.modules.get("loradock.engine.adapters.directory")
     if directory is not None:
         directory.QUIET_S = 0.0  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from loradock.controller.server.diagrams import between_marks
 from loradock.engine.adapters.peft_config import FIELD_RULES
 from loradock.engine.config import QUANTIZATIONS, LoRAConfig
 from loradock.engine.layers import CONVOLUTION_WRAPPERS, FULLY_SHARDED, WRAPPERS, BaseLayerWithLoRA
@@ -21,6 +20,7 @@ from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica import MappingType
 from tests.matrix import read_rows
 from tests.parity import read_results
+from tests.support.documents import between_marks
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.support.models.causal_configs import SAME
 from tests.support.models.causal_parity import Outcome

@@ -102,9 +102,7 @@ def test_a_room_imports_the_libraries_that_it_may_and_no_other(room: Room) -> No
         assert len(wrong_imports([source(a_path_of(room), f"import {module}")])) == 1
     for module in IMPURE:
         is_refused = len(wrong_imports([source(a_path_of(room), f"import {module}")])) == 1
-        assert is_refused == (
-            room.name in ("controller.core", "controller.core.tables", "controller.states")
-        )
+        assert is_refused == (room.name in ("controller.core", "controller.states"))
 
 
 def test_a_single_module_of_a_room_may_be_allowed_alone() -> None:

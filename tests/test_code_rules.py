@@ -63,22 +63,22 @@ def test_what_only_looks_like_running_code_is_let_pass() -> None:
 
 def test_pickles_are_loaded_in_one_place_and_as_tensors_only() -> None:
     right = "torch.load(f, weights_only=True)"
-    assert ways_to_run_code([source("engine/adapters/files/torch_pickle.py", right)]) == []
+    assert ways_to_run_code([source("engine/adapters/other_formats.py", right)]) == []
     for path, text in (
         ("engine/adapters/reader.py", right),
-        ("engine/adapters/files/torch_pickle.py", "torch.load(f)"),
-        ("engine/adapters/files/torch_pickle.py", "torch.load(f, weights_only=allowed)"),
-        ("engine/adapters/files/torch_pickle.py", "from torch import load"),
+        ("engine/adapters/other_formats.py", "torch.load(f)"),
+        ("engine/adapters/other_formats.py", "torch.load(f, weights_only=allowed)"),
+        ("engine/adapters/other_formats.py", "from torch import load"),
     ):
         assert len(ways_to_run_code([source(path, text)])) == 1
 
 
 def test_plugins_are_loaded_in_one_place() -> None:
     text = "from importlib.metadata import entry_points"
-    assert ways_to_run_code([source("loradock/gateway/adapters/resolvers.py", text)]) == []
+    assert ways_to_run_code([source("loradock/gateway/adapters/sources.py", text)]) == []
     for path, other in (
-        ("loradock/gateway/adapters/names.py", text),
-        ("loradock/gateway/adapters/resolvers.py", "from importlib import import_module"),
+        ("loradock/gateway/adapters/models.py", text),
+        ("loradock/gateway/adapters/sources.py", "from importlib import import_module"),
     ):
         assert len(ways_to_run_code([source(path, other)])) >= 1
 

@@ -13,8 +13,7 @@ from typing import Any, Final, NamedTuple, get_args
 
 import msgspec
 
-from loradock.controller.server.access.permissions import RIGHT_OF
-from loradock.controller.server.diagrams import between_marks
+from loradock.controller.server.access import RIGHT_OF
 from loradock.controller.server.event_stream import EVENTS_BEAT_NS
 from loradock.messages import wire
 from loradock.messages.base import Value
@@ -26,6 +25,7 @@ from loradock.messages.prompts import MAX_TOKENS_DEFAULT
 from loradock.messages.reports import Report
 from loradock.messages.requests import LIST_PAGE_ADAPTERS_MAX, Reply, Request
 from loradock.messages.views import DURATION_BOUNDS_S
+from tests.support.documents import between_marks
 from tests.support.simulation.message_examples import example_of, members
 from tests.support.sources import ROOT
 

@@ -13,8 +13,7 @@ from typing import Final
 from msgspec import Struct
 
 from loradock.controller.core.context import Context
-from loradock.controller.core.pending_requests import has_suspended
-from loradock.controller.core.tables.tier_queues import TIERS, TierName
+from loradock.controller.core.indexes import TIERS, TierName
 from loradock.controller.core.world import PREFETCH_PRIORITY, Adapter
 from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState, Seq
 
@@ -192,7 +191,7 @@ def _is_only_leased(adapter: Adapter) -> bool:
 
 def _is_newer(context: Context, priority: Seq, adapter: Adapter) -> bool:
     # A turn that begins with reading files again would cost more than it is worth.
-    return adapter.priority > priority and not has_suspended(context, adapter)
+    return adapter.priority > priority and not context.world.has_suspended(adapter)
 
 
 def _candidates(

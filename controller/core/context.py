@@ -4,19 +4,19 @@ State, goal, answers and operations are changed by these methods only.
 """
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from loradock.controller.core.actions import Action, PublishEvent, SendCommand, SendReply
+from loradock.controller.core.actions import Action, PublishEvent, SendReply
+from loradock.controller.core.answers import Answer
+from loradock.controller.core.counters import COUNTS_OF_TRANSITION, DURATION_OF, TIME_IN
 from loradock.controller.core.eviction import Policy
 from loradock.controller.core.limits import RULES, Limits
-from loradock.controller.core.tables.answer_windows import Answer
-from loradock.controller.core.tables.counters import COUNTS_OF_TRANSITION, DURATION_OF, TIME_IN
-from loradock.controller.core.world import Adapter, Operation, PendingRequest, World
+from loradock.controller.core.world import Adapter, PendingRequest, World
 from loradock.controller.states.machine import next_state
 from loradock.controller.states.table import RESIDENCY_LEVEL
-from loradock.messages import commands, events, requests
+from loradock.messages import events, requests
 from loradock.messages.errors import ErrorCode
-from loradock.messages.ids import AdapterId, AdapterState, OpId, RequestId
+from loradock.messages.ids import AdapterId, AdapterState, OpId, RequestId, Seq
 
 NANOS_PER_MS: Final = 1_000_000
 
@@ -43,13 +43,25 @@ def unknown_adapter(name: str) -> Refusal:
     return Refusal(ErrorCode.UNKNOWN_ADAPTER, f"adapter {name!r} is not known; load it first")
 
 
+class Checked(NamedTuple):
+    """A request that passed its check, at one state of one world: before the input `seq + 1`.
+
+    `needed` is what its handler needs.
+    """
+
+    context: "Context"
+    seq: Seq
+    needed: Any
+
+
 @dataclass(slots=True)
 class Context:
     """The world, its limits, policy and rules, and the actions collected for the current input.
 
     `state_by_state`: see `eviction.is_state_by_state`. `dirty_adapters` are those whose state, goal
-    or requests changed. They are reconciled when the input is handled completely, so that no
-    decision sees a part of it. `body` is the hash of the current request's body.
+    or requests changed, and `ready` are new requests whose adapters may be in their slots. Both are
+    reconciled when the input is handled completely, so that no decision sees a part of it. `body`
+    is the hash of the current request's body.
     """
 
     world: World
@@ -59,7 +71,10 @@ class Context:
     rules: int = RULES
     state_by_state: bool = False
     dirty_adapters: dict[AdapterId, None] = field(default_factory=dict)
+    ready: list[tuple[RequestId, PendingRequest]] = field(default_factory=list)
     body: int = 0
+    # The earlier check of the current request, if there was one.
+    checked: Checked | None = None
     # The adapter that was the last to free room in this input; 0 for none.
     departed: AdapterId = 0
 
@@ -86,30 +101,16 @@ class Context:
         wall_ns = world.time_ns + world.wall_offset_ns
         self.actions.append(PublishEvent(events.Published(number, wall_ns, event)))
 
+    def publish_if_current(self, adapter: Adapter, event: events.Event) -> None:
+        """Publish an event of an adapter if its name stands for this version, not for another."""
+        if self.world.names.get(adapter.name) == adapter.id:
+            self.publish(event)
+
     def next_op(self) -> OpId:
         """Return a fresh operation id."""
         op = self.world.next_op
         self.world.next_op = op + 1
         return op
-
-    def issue(self, command: commands.Operation, adapter: Adapter) -> None:
-        """Send the operation that moves an adapter, and store it until its report."""
-        world, op = self.world, command.op
-        world.operations[op] = Operation(command, adapter.id, 0)
-        self.bound_operation(op)
-        adapter.op = op
-        adapter.step_since_ns = world.time_ns
-        world.adapters.mark_changed(adapter.id)
-        self.actions.append(SendCommand(command))
-
-    def issue_for(
-        self, request_id: RequestId, pending: PendingRequest, command: commands.Operation
-    ) -> None:
-        """Send the operation that a request waits for; the request's deadline bounds it."""
-        op = command.op
-        self.world.operations[op] = Operation(command, 0, 0, request_id)
-        pending.op = op
-        self.actions.append(SendCommand(command))
 
     def bound_operation(self, op: OpId) -> None:
         """Set the time at which the engine must have reported on an operation."""
@@ -125,7 +126,7 @@ class Context:
     def apply_transition(self, adapter: Adapter, trigger: str) -> None:
         """Set the state that follows `trigger`.
 
-        Raises `IllegalTransitionError` and changes nothing where the table has no such transition.
+        Raises `IllegalTransitionError` and changes nothing if the table has no such transition.
         """
         lru_order = self.world.lru_order
         target = next_state(adapter.name, adapter.state, trigger)

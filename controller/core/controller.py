@@ -7,24 +7,19 @@ uses no socket, file, clock or randomness.
 from collections.abc import Callable
 from typing import Any, Final
 
-from loradock.controller.core import (
-    deadlines,
-    engine_lifecycle,
-    pending_requests,
-    report_handlers,
-    request_handlers,
-)
+from loradock.controller.core import deadlines, engine, reports, requests, waiting
 from loradock.controller.core.actions import Action
-from loradock.controller.core.context import Context
+from loradock.controller.core.context import Checked, Context
 from loradock.controller.core.eviction import POLICIES, is_state_by_state
 from loradock.controller.core.invariants import Excess, check, excess
 from loradock.controller.core.limits import FIXED, RULES, Limits, check_limits, window_bounds
 from loradock.controller.core.reconcile import reconcile
-from loradock.controller.core.request_handlers import Pending, Request
+from loradock.controller.core.requests import Pending, Request
 from loradock.controller.core.world import World
-from loradock.messages import records, reports
+from loradock.messages import records
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import Seq
+from loradock.messages.reports import EngineInventory
 from loradock.messages.requests import Reply
 
 
@@ -41,22 +36,28 @@ class Controller:
         # What `check` allows after the current input; None where its state is not known before it.
         self._allowed: Excess | None = None
 
-    def screen(self, message: Request, body: int) -> Reply | Pending | None:
-        """Return how a request would be answered at once, without changing anything.
+    def check(self, message: Request, body: int) -> Reply | Pending | Checked:
+        """Return how a request is answered at once, without changing anything.
 
         That is its answer if it is a repetition, `PENDING` if it is a repetition of a request that
-        waits, and a refusal where handling it would refuse it. None: it has to be handled.
+        waits, and a refusal if handling it would refuse it. `Checked`: it has to be handled.
         """
-        return request_handlers.screen(self._context, message, body)
+        return requests.check(self._context, message, body)
 
     def handle(
-        self, message: records.Input, time_ns: int, body: int = 0, report_seq: Seq = 0
+        self,
+        message: records.Input,
+        time_ns: int,
+        body: int = 0,
+        report_seq: Seq = 0,
+        checked: Checked | None = None,
     ) -> list[Action]:
         """Handle one input at `time_ns`; returns the actions to perform.
 
         A time before the last one counts as the last one, so that the log's time never decreases.
         `body` is the hash of a request's body, by which its repetitions are known, `report_seq` the
-        number of a report's frame. After an exception the state is undefined.
+        number of a report's frame. `checked`: what `check` returned for the request; it is checked
+        again if another input came in between. After an exception the state is undefined.
         """
         world, context = self.world, self._context
         world.seq += 1
@@ -64,12 +65,13 @@ class Controller:
             world.time_ns = time_ns
         actions: list[Action] = []
         context.actions, context.body, context.departed = actions, body, 0
+        context.checked = checked
         kind = type(message)
-        if kind is reports.EngineInventory:
+        if kind is EngineInventory:
             self._allowed = None
         _HANDLERS[kind](context, message)
-        if report_seq and (engine := world.engine) is not None and report_seq > engine.reported:
-            engine.reported = report_seq
+        if report_seq and (attached := world.engine) is not None and report_seq > attached.reported:
+            attached.reported = report_seq
         self._finish(context)
         return actions
 
@@ -95,12 +97,12 @@ class Controller:
         self._configure(limits, policy, rules)
         context, self._allowed = self._context, None
         if excludes:
-            engine_lifecycle.lose(context, "the limits were changed")
+            engine.lose(context, "the limits were changed")
             self.world.resize_slots(limits.slots_max)
         self.world.set_bounds(limits)
         for request_id in tuple(self.world.pending_requests)[limits.requests_max :]:
             fewer = f"requests_max was lowered to {limits.requests_max}; try again later"
-            pending_requests.refuse_request(context, request_id, ErrorCode.OVERLOADED, fewer)
+            waiting.refuse_request(context, request_id, ErrorCode.OVERLOADED, fewer)
         self.world.answers.set_bounds(window_bounds(limits))
         # There may be room now for what waits.
         context.dirty_adapters.update(dict.fromkeys(self.world.queues.members))
@@ -152,7 +154,7 @@ class Controller:
 
     def _finish(self, context: Context) -> None:
         world = self.world
-        if context.dirty_adapters or world.batches:
+        if context.ready or context.dirty_adapters or world.batches:
             reconcile(context)
         if world.deadlines and not 0 < world.timer_ns <= world.deadlines[0][0]:
             deadlines.set_timer(context)
@@ -162,12 +164,12 @@ class Controller:
 
 
 _HANDLERS: Final[dict[type, Callable[[Context, Any], None]]] = {
-    **dict.fromkeys(request_handlers.REQUESTS, request_handlers.on_request),
-    **dict.fromkeys(report_handlers.REPORTS, report_handlers.on_report),
-    reports.EngineInventory: engine_lifecycle.on_inventory,
-    records.EngineLost: engine_lifecycle.on_lost,
-    records.PayloadLost: engine_lifecycle.on_payload_lost,
-    records.ControllerStarted: engine_lifecycle.on_started,
+    **dict.fromkeys(requests.REQUESTS, requests.on_request),
+    **dict.fromkeys(reports.REPORTS, reports.on_report),
+    EngineInventory: engine.on_inventory,
+    records.EngineLost: engine.on_lost,
+    records.PayloadLost: engine.on_payload_lost,
+    records.ControllerStarted: engine.on_started,
     records.TimerFired: deadlines.on_timer,
     # The input that it names was skipped in its own place.
     records.InputSkipped: lambda _context, _message: None,

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Final
 
-from loradock.controller.core import engine_lifecycle, pending_requests
+from loradock.controller.core import engine, waiting
 from loradock.controller.core.actions import SendCommand, SetTimer
 from loradock.controller.core.context import Context
 from loradock.controller.core.world import Operation, PendingRequest
@@ -56,7 +56,7 @@ def _expire_operation(context: Context, op: OpId) -> None:
     """
     operation = context.world.operations[op]
     if operation.overdue:
-        engine_lifecycle.abandon(context, _overdue_reason(context, op, operation))
+        engine.abandon(context, _overdue_reason(context, op, operation))
         return
     operation.overdue = True
     name, kind = _adapter_name(context, operation), type(operation.command).__name__
@@ -92,21 +92,19 @@ def _refuse_waiters(context: Context, operation: Operation) -> None:
         f"{context.limits.operation_timeout_ms} ms"
     )
     for downward in (False, True):
-        pending_requests.refuse_waiters(
-            context, adapter, ErrorCode.ENGINE_GONE, late, downward=downward
-        )
+        waiting.refuse_waiters(context, adapter, ErrorCode.ENGINE_GONE, late, downward=downward)
 
 
 def _expire_request(context: Context, request_id: RequestId) -> None:
     pending = context.world.pending_requests[request_id]
     if pending.kind in _TOO_SLOW and pending.op:
         too_slow = _TOO_SLOW[pending.kind]
-        pending_requests.refuse_request(context, request_id, ErrorCode.ENGINE_GONE, too_slow)
-        pending_requests.stop_inference(context, pending)
+        waiting.refuse_request(context, request_id, ErrorCode.ENGINE_GONE, too_slow)
+        waiting.stop_inference(context, pending)
         return
     if pending.op:
         context.bound_operation(pending.op)
-    pending_requests.refuse_request(context, request_id, *_timeout_reason(context, pending))
+    waiting.refuse_request(context, request_id, *_timeout_reason(context, pending))
 
 
 def _timeout_reason(context: Context, pending: PendingRequest) -> tuple[ErrorCode, str]:
@@ -145,7 +143,7 @@ def _end_turn(context: Context, _key: int) -> None:
 
 def _expire_unknown(context: Context, op: OpId) -> None:
     """Abandon an engine that does not end an operation which is not in the log."""
-    engine_lifecycle.abandon(
+    engine.abandon(
         context,
         f"operation {op}, which is not in the log, did not end within "
         f"{context.limits.operation_timeout_ms} ms of the order to",

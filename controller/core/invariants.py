@@ -9,9 +9,9 @@ from typing import Final
 
 from msgspec.structs import astuple
 
+from loradock.controller.core.counters import Counters
+from loradock.controller.core.indexes import TIERS, TierName
 from loradock.controller.core.limits import Limits, window_bounds
-from loradock.controller.core.tables.counters import Counters
-from loradock.controller.core.tables.tier_queues import TIERS, TierName
 from loradock.controller.core.world import NO_PRIORITY, RESIDENT, Adapter, World
 from loradock.controller.states.table import RESIDENCY_LEVEL
 from loradock.messages import commands

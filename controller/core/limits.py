@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from loradock.controller.core.tables.answer_windows import WindowBounds
+from loradock.controller.core.answers import WindowBounds
 
 RULES = 3
 """The number of the core's rules. A change of what `handle` decides, or of a refusal's text (which

@@ -1,49 +1,80 @@
-"""The reconcile loop: moves adapters from their state towards their goal.
+"""The reconcile loop: serves requests, moves adapters towards their goals, and makes room.
 
-An adapter has at most one operation of its own in flight, and only that operation's report changes
-its state.
+It alone sends operations to the engine. An adapter has at most one operation in flight, and only
+that operation's report changes its state.
+
+Adapters that want a slot take turns. One that loses its slot waits since then, and one that never
+had it since its oldest request; the one that waits longest is next. While a request waits, every
+other adapter has at most one turn before it, because an adapter that gets a slot serves all its
+requests. With W adapters before it and S slots, neither held, it waits for at most ceil(W / S)
+turns.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Final
 
-from loradock.controller.core import capacity, leases, pending_requests
+from loradock.controller.core import capacity, versions, waiting
+from loradock.controller.core.actions import SendCommand
 from loradock.controller.core.context import NANOS_PER_MS, Context
-from loradock.controller.core.tables.tier_queues import TierName
-from loradock.controller.core.world import NO_PRIORITY, PREFETCH_PRIORITY, Adapter
-from loradock.controller.states.machine import next_state
-from loradock.controller.states.table import ADAPTER_REMOVED, RESIDENCY_LEVEL
+from loradock.controller.core.indexes import TierName
+from loradock.controller.core.world import (
+    DOWNWARD,
+    INFERENCE,
+    NO_PRIORITY,
+    PREFETCH_PRIORITY,
+    Adapter,
+    Operation,
+    PendingRequest,
+)
+from loradock.controller.states.machine import NEXT_STEP, next_state
+from loradock.controller.states.table import ADAPTER_REMOVED, RESIDENCY_LEVEL, Step
 from loradock.messages import commands, events
 from loradock.messages.errors import MEANINGS, ErrorCode
 from loradock.messages.ids import (
-    CPU_CACHED,
+    BASE_MODEL,
     EVICTED,
     GPU_SLOT,
-    PINNED,
+    NO_SLOT,
     UNREGISTERED,
     AdapterState,
+    RequestId,
 )
 
 
 def reconcile(context: Context) -> None:
-    """Reconcile dirty adapters, batches and queues until nothing more can be done."""
+    """Reconcile new requests, dirty adapters, batches and queues until nothing more can be done."""
     world, adapters = context.world, context.world.adapters
+    if context.ready:
+        _start_ready(context)
     while context.dirty_adapters or (world.batches and not world.current_batch):
         if world.batches:
-            leases.start_next_batch(context)
+            _start_next_batch(context)
         dirty_adapters = tuple(context.dirty_adapters)
         context.dirty_adapters.clear()
         for adapter_id in dirty_adapters:
             adapter = adapters.get(adapter_id)
             if adapter is not None:
-                reconcile_adapter(context, adapter)
+                _reconcile_adapter(context, adapter)
         if world.queues.members and world.engine_ready and not context.dirty_adapters:
             _admit_queued(context)
 
 
-def reconcile_adapter(context: Context, adapter: Adapter) -> None:
+def _start_ready(context: Context) -> None:
+    """Start the new inference of the base model or of ready adapters, and the new ready batches."""
+    world = context.world
+    for request_id, pending in context.ready:
+        if pending.kind == "batch":
+            _confirm_batch(context, request_id, pending)
+        else:
+            adapter = world.adapters[pending.adapters[0]] if pending.adapters else None
+            _start_inference(context, request_id, pending, adapter)
+    context.ready.clear()
+
+
+def _reconcile_adapter(context: Context, adapter: Adapter) -> None:
     """Serve the requests that the adapter satisfies, set its goal for the others, and move it."""
-    leases.serve_waiters(context, adapter)
+    _serve_waiters(context, adapter)
     if adapter.op:
         return
     if adapter.waiters and _owes_slot(context, adapter):
@@ -55,7 +86,7 @@ def reconcile_adapter(context: Context, adapter: Adapter) -> None:
     elif adapter.goal != adapter.state:
         _drop_unwanted_goal(context, adapter)
     if adapter.goal != adapter.state or adapter.state == UNREGISTERED:
-        take_next_step(context, adapter)
+        _take_next_step(context, adapter)
 
 
 def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
@@ -67,7 +98,7 @@ def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
         if pending.stopping:
             # Suspended and ordered to end, for which it needs no slot.
             continue
-        if pending.kind in pending_requests.DOWNWARD:
+        if pending.kind in DOWNWARD:
             if lowest is None or RESIDENCY_LEVEL[target] < RESIDENCY_LEVEL[lowest]:
                 lowest = target
         elif RESIDENCY_LEVEL[target] > RESIDENCY_LEVEL[goal]:
@@ -83,8 +114,8 @@ def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
 
 def _owes_slot(context: Context, adapter: Adapter) -> bool:
     """Whether requests that came before a lower goal need the adapter in a slot."""
-    is_suspended = adapter.state != GPU_SLOT and pending_requests.will_resume(context, adapter)
-    return is_suspended or pending_requests.awaits_first_slot(context, adapter)
+    is_suspended = adapter.state != GPU_SLOT and context.world.will_resume(adapter)
+    return is_suspended or context.world.awaits_first_slot(adapter)
 
 
 def _drop_unwanted_goal(context: Context, adapter: Adapter) -> None:
@@ -121,18 +152,150 @@ def _goal_without_requests(adapter: Adapter) -> AdapterState:
     return EVICTED if adapter.successor and state != adapter.state else state
 
 
-def take_next_step(context: Context, adapter: Adapter) -> None:
+def _serve_waiters(context: Context, adapter: Adapter) -> None:
+    """Serve what the adapter satisfies; before it is demoted by request, suspended ones alone.
+
+    A retired version serves its inference; what demotes it is answered when it is forgotten.
+    """
+    resumes_only = context.world.has_suspended(adapter) and context.world.is_wanted_down(adapter)
+    for request_id in tuple(adapter.waiters):
+        pending = context.world.pending_requests[request_id]
+        if adapter.retired:
+            is_next = pending.kind in INFERENCE
+        else:
+            is_next = bool(pending.op) or not resumes_only
+        if is_next and waiting.is_satisfied(adapter, pending):
+            _serve(context, adapter, request_id, pending)
+
+
+def _serve(
+    context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
+) -> None:
+    """Answer a request that the adapter satisfies, or start its inference or batch."""
+    if pending.kind == "batch":
+        _confirm_batch(context, request_id, pending)
+    elif pending.kind in INFERENCE:
+        if context.world.engine_ready and pending.op:
+            _resume(context, adapter, request_id, pending)
+        elif context.world.engine_ready:
+            _start_inference(context, request_id, pending, adapter)
+            # Afterwards: the last request of a removed version lowers its goal.
+            waiting.end_waiting(context, adapter, request_id, pending)
+    else:
+        waiting.end_waiting(context, adapter, request_id, pending)
+        waiting.answer_granted(context, adapter, request_id, pending.kind)
+        del context.world.pending_requests[request_id]
+
+
+def _resume(
+    context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
+) -> None:
+    waiting.lease(context, adapter)
+    waiting.end_suspension(context, adapter, request_id)
+    waiting.order_resumption(context, adapter, pending)
+
+
+def _start_inference(
+    context: Context, request_id: RequestId, pending: PendingRequest, adapter: Adapter | None
+) -> None:
+    """Lease a request's adapter and send the engine its generation, embedding or classifying.
+
+    `adapter` is None for the base model.
+    """
+    adapter_id, slot, generation = BASE_MODEL, NO_SLOT, 0
+    if adapter is not None:
+        waiting.lease(context, adapter)
+        adapter_id, slot, generation = adapter.id, adapter.slot, adapter.generation
+    op = context.next_op()
+    command: commands.StartInference
+    match pending.kind:
+        case "embed" | "classify" as task:
+            command = commands.StartPooling(op, request_id, adapter_id, slot, generation, task)
+        case _:
+            command = commands.StartGeneration(op, request_id, adapter_id, slot, generation)
+    _issue_for(context, request_id, pending, command)
+
+
+def _start_next_batch(context: Context) -> None:
+    """Move adapters for the oldest batch, unless another one is current.
+
+    Two batches at a time could each keep a part of the slots and wait for the other's forever.
+    """
+    world = context.world
+    if world.current_batch or not world.batches:
+        return
+    request_id = world.current_batch = next(iter(world.batches))
+    pending = world.pending_requests[request_id]
+    for adapter_id in pending.adapters:
+        waiting.wait_for(context, world.adapters[adapter_id], request_id, pending.arrived_seq)
+        context.dirty_adapters[adapter_id] = None
+
+
+def _confirm_batch(context: Context, request_id: RequestId, pending: PendingRequest) -> None:
+    """If all adapters of a batch are in slots, lease them and send the engine their mapping."""
+    world = context.world
+    adapters = [world.adapters[adapter_id] for adapter_id in pending.adapters]
+    if not world.engine_ready or not all(
+        waiting.has_reached(adapter, pending.target) for adapter in adapters
+    ):
+        return
+    for adapter in adapters:
+        waiting.lease(context, adapter)
+        if request_id in adapter.waiters:
+            waiting.end_waiting(context, adapter, request_id, pending)
+    waiting.dequeue_batch(context, request_id)
+    refs = tuple([commands.SlotRef(adapter.slot, adapter.generation) for adapter in adapters])
+    _issue_for(context, request_id, pending, commands.SetMapping(context.next_op(), refs))
+
+
+def _refuse_impossible_batch(context: Context) -> None:
+    """Refuse the current batch if its adapters can never be in slots at the same time."""
+    world = context.world
+    if world.current_batch:
+        pending = world.pending_requests[world.current_batch]
+        adapters = tuple([world.adapters[adapter_id] for adapter_id in pending.adapters])
+        shortage = capacity.permanent_shortage_of_batch(context, adapters)
+        if shortage is not None:
+            waiting.refuse_request(context, world.current_batch, ErrorCode.NO_ROOM, shortage)
+
+
+def _end_turns(context: Context) -> None:
+    """Preempt leased adapters that leave their slots for others and whose turns are over.
+
+    A turn begins when the slot is written. The timer is set to the end of the next turn.
+    """
+    world = context.world
+    quantum_ns = context.limits.slot_quantum_ms * NANOS_PER_MS
+    ends, since = [], world.seq
+    leaving = [world.adapters[adapter_id] for adapter_id in world.demoting]
+    for adapter in sorted(leaving, key=attrgetter("state_since_ns", "generation")):
+        if not adapter.leases or adapter.op or adapter.backing_off:
+            continue
+        turn_end_ns = adapter.state_since_ns + quantum_ns
+        if turn_end_ns > world.time_ns:
+            ends.append(turn_end_ns)
+        elif waiting.suspend(context, adapter, since):
+            # Those that are suspended by one input have an order too: that of their turns.
+            since += 1
+            op = context.next_op()
+            _issue(context, commands.PreemptSlot(op, adapter.slot, adapter.generation), adapter)
+    if ends and not world.time_ns < world.turn_end_ns <= min(ends):
+        world.turn_end_ns = min(ends)
+        world.add_deadline(world.turn_end_ns, "turn", 0)
+
+
+def _take_next_step(context: Context, adapter: Adapter) -> None:
     """Take the step towards the goal of an adapter that has no operation in flight."""
     step = NEXT_STEP[adapter.state, adapter.goal]
-    if step is forget or (context.world.engine_ready and not adapter.backing_off):
-        step(context, adapter)
+    if step == "forget" or (context.world.engine_ready and not adapter.backing_off):
+        _STEPS[step](context, adapter)
 
 
-def stay(_context: Context, _adapter: Adapter) -> None:
+def _stay(_context: Context, _adapter: Adapter) -> None:
     """Do nothing: the adapter is in its goal state."""
 
 
-def load(context: Context, adapter: Adapter) -> None:
+def _load(context: Context, adapter: Adapter) -> None:
     """Load the weights; an adapter without a fingerprint is checked first.
 
     Its sizes are then known before room is made, and no adapter is evicted for an invalid one.
@@ -142,54 +305,54 @@ def load(context: Context, adapter: Adapter) -> None:
             _request_room(context, adapter, "host")
     else:
         op = context.next_op()
-        context.issue(commands.CheckAdapter(op, adapter.id, adapter.name, adapter.path), adapter)
+        _issue(context, commands.CheckAdapter(op, adapter.id, adapter.name, adapter.path), adapter)
 
 
-def stage(context: Context, adapter: Adapter) -> None:
+def _stage(context: Context, adapter: Adapter) -> None:
     """Stage the weights into pinned memory."""
     _request_room(context, adapter, "pinned")
 
 
-def write(context: Context, adapter: Adapter) -> None:
+def _write(context: Context, adapter: Adapter) -> None:
     """Write the staged weights into a slot."""
     _request_room(context, adapter, "device")
 
 
-def reset(context: Context, adapter: Adapter) -> None:
+def _reset(context: Context, adapter: Adapter) -> None:
     """Reset the adapter's slot, unless it is leased: the end of its last lease resets it then."""
     if not adapter.leases:
-        is_suspended = pending_requests.has_suspended(context, adapter)
+        is_suspended = context.world.has_suspended(adapter)
         command = commands.PreemptSlot if is_suspended else commands.ResetSlot
-        context.issue(command(context.next_op(), adapter.slot, adapter.generation), adapter)
+        _issue(context, command(context.next_op(), adapter.slot, adapter.generation), adapter)
 
 
-def unstage(context: Context, adapter: Adapter) -> None:
+def _unstage(context: Context, adapter: Adapter) -> None:
     """Return the weights to pageable memory, or drop them where they don't fit there."""
     if not capacity.has_pageable_room(context, adapter):
         context.set_goal(adapter, EVICTED)
-        drop(context, adapter)
+        _drop(context, adapter)
         return
     capacity.charge(context, adapter, "host")
-    context.issue(commands.UnstageWeights(context.next_op(), adapter.id), adapter)
+    _issue(context, commands.UnstageWeights(context.next_op(), adapter.id), adapter)
 
 
-def drop(context: Context, adapter: Adapter) -> None:
+def _drop(context: Context, adapter: Adapter) -> None:
     """Drop the weights from host memory."""
-    context.issue(commands.DropWeights(context.next_op(), adapter.id), adapter)
+    _issue(context, commands.DropWeights(context.next_op(), adapter.id), adapter)
 
 
-def forget(context: Context, adapter: Adapter) -> None:
+def _forget(context: Context, adapter: Adapter) -> None:
     """Delete the record of an adapter that has no weights anywhere.
 
     While the engine ends a suspended generation of it, the record stays.
     """
-    if pending_requests.has_suspended(context, adapter):
+    if context.world.has_suspended(adapter):
         return
     world = context.world
     context.count_time_in_state(adapter)
     adapter.state = next_state(adapter.name, adapter.state, ADAPTER_REMOVED)
-    has_successor = _unlink(context, adapter)
-    _pass_on_counters(context, adapter)
+    has_successor = versions.unlink(context, adapter)
+    versions.pass_on_counters(context, adapter)
     if adapter.announced and adapter.retired:
         context.publish(events.AdapterRetired(adapter.name, adapter.fingerprint))
     elif adapter.announced and not adapter.predecessor and not has_successor:
@@ -198,77 +361,45 @@ def forget(context: Context, adapter: Adapter) -> None:
     for request_id in (*adapter.waiters, *batches):
         if request_id not in world.pending_requests:
             continue
-        if world.pending_requests[request_id].kind in pending_requests.DOWNWARD:
-            done = pending_requests.adapter_done(request_id, adapter)
-            pending_requests.end_request(context, request_id, done)
+        if world.pending_requests[request_id].kind in DOWNWARD:
+            done = waiting.adapter_done(request_id, adapter)
+            waiting.end_request(context, request_id, done)
         else:
             gone = f"adapter {adapter.name!r} was removed; load it again"
-            pending_requests.refuse_request(context, request_id, ErrorCode.UNKNOWN_ADAPTER, gone)
+            waiting.refuse_request(context, request_id, ErrorCode.UNKNOWN_ADAPTER, gone)
 
 
-def _unlink(context: Context, adapter: Adapter) -> bool:
-    """Remove the record from every index; returns whether a successor receives its name."""
-    world = context.world
-    if adapter.id in world.queues.members:
-        context.leave_queue(adapter)
-    del world.adapters[adapter.id]
-    if adapter.id in world.warnings:
-        del world.warnings[adapter.id]
-    for index in (world.demoting, world.promoting, world.held):
-        index.pop(adapter.id, None)
-    predecessor = world.adapters.get(adapter.predecessor)
-    if predecessor is not None:
-        predecessor.successor = 0
-        context.mark_changed(predecessor)
-    successor = world.adapters.get(adapter.successor)
-    if world.names.get(adapter.name) == adapter.id:
-        del world.names[adapter.name]
-        if successor is not None:
-            world.names[adapter.name] = successor.id
-    if successor is not None:
-        successor.predecessor = 0
-        context.mark_changed(successor)
-    return successor is not None
-
-
-def _pass_on_counters(context: Context, adapter: Adapter) -> None:
-    """Add a removed version's counters to those of its name, or of all removed adapters."""
-    successor = context.world.current(adapter.name)
-    if successor is None:
-        context.world.past_counters.add(adapter.counters)
-    else:
-        successor.counters.add(adapter.counters)
-        context.mark_changed(successor)
-
-
-NEXT_STEP: Final[dict[tuple[AdapterState, AdapterState], Callable[[Context, Adapter], None]]] = {
-    (UNREGISTERED, UNREGISTERED): forget,
-    (UNREGISTERED, EVICTED): forget,
-    (UNREGISTERED, CPU_CACHED): load,
-    (UNREGISTERED, PINNED): load,
-    (UNREGISTERED, GPU_SLOT): load,
-    (EVICTED, UNREGISTERED): forget,
-    (EVICTED, EVICTED): stay,
-    (EVICTED, CPU_CACHED): load,
-    (EVICTED, PINNED): load,
-    (EVICTED, GPU_SLOT): load,
-    (CPU_CACHED, UNREGISTERED): drop,
-    (CPU_CACHED, EVICTED): drop,
-    (CPU_CACHED, CPU_CACHED): stay,
-    (CPU_CACHED, PINNED): stage,
-    (CPU_CACHED, GPU_SLOT): stage,
-    (PINNED, UNREGISTERED): drop,
-    (PINNED, EVICTED): drop,
-    (PINNED, CPU_CACHED): unstage,
-    (PINNED, PINNED): stay,
-    (PINNED, GPU_SLOT): write,
-    (GPU_SLOT, UNREGISTERED): reset,
-    (GPU_SLOT, EVICTED): reset,
-    (GPU_SLOT, CPU_CACHED): reset,
-    (GPU_SLOT, PINNED): reset,
-    (GPU_SLOT, GPU_SLOT): stay,
+_STEPS: Final[dict[Step, Callable[[Context, Adapter], None]]] = {
+    "stay": _stay,
+    "load": _load,
+    "stage": _stage,
+    "write": _write,
+    "reset": _reset,
+    "unstage": _unstage,
+    "drop": _drop,
+    "forget": _forget,
 }
-"""The step from each state towards each goal."""
+
+
+def _issue(context: Context, command: commands.Operation, adapter: Adapter) -> None:
+    """Send the operation that moves an adapter, and store it until its report."""
+    world, op = context.world, command.op
+    world.operations[op] = Operation(command, adapter.id, 0)
+    context.bound_operation(op)
+    adapter.op = op
+    adapter.step_since_ns = world.time_ns
+    world.adapters.mark_changed(adapter.id)
+    context.actions.append(SendCommand(command))
+
+
+def _issue_for(
+    context: Context, request_id: RequestId, pending: PendingRequest, command: commands.Operation
+) -> None:
+    """Send the operation that a request waits for; the request's deadline bounds it."""
+    op = command.op
+    context.world.operations[op] = Operation(command, 0, 0, request_id)
+    pending.op = op
+    context.actions.append(SendCommand(command))
 
 
 def _request_room(context: Context, adapter: Adapter, tier: TierName) -> None:
@@ -294,13 +425,13 @@ def _refuse_impossible(context: Context, adapter: Adapter, tier: TierName) -> No
     if shortage is not None:
         abandon_goal(context, adapter, ErrorCode.NO_ROOM, shortage)
     elif context.world.current_batch in adapter.waiters:
-        leases.refuse_impossible_batch(context)
+        _refuse_impossible_batch(context)
 
 
 def _refuse_unreachable(context: Context, adapter: Adapter) -> bool:
     """Refuse the requests of an adapter before it is loaded if none of them can be granted."""
     pending = [context.world.pending_requests[request_id] for request_id in adapter.waiters]
-    targets = [p.target for p in pending if p.kind not in pending_requests.DOWNWARD]
+    targets = [p.target for p in pending if p.kind not in DOWNWARD]
     if not targets:
         return False
     lowest = min(targets, key=RESIDENCY_LEVEL.__getitem__)
@@ -314,7 +445,7 @@ def _refuse_unreachable(context: Context, adapter: Adapter) -> bool:
 
 def _enter(context: Context, adapter: Adapter, tier: TierName) -> None:
     capacity.enter(context, adapter, tier)
-    context.issue(_entry_command(context, adapter, tier), adapter)
+    _issue(context, _entry_command(context, adapter, tier), adapter)
 
 
 def _entry_command(context: Context, adapter: Adapter, tier: TierName) -> commands.Operation:
@@ -335,7 +466,7 @@ def _admit_queued(context: Context) -> None:
             if not capacity.fits(context, adapter, tier):
                 _make_room(context, tier)
                 if tier == "device" and context.limits.slot_quantum_ms:
-                    leases.end_turns(context)
+                    _end_turns(context)
                 break
             context.leave_queue(adapter, world.adapters.get(context.departed))
             _enter(context, adapter, tier)
@@ -370,7 +501,7 @@ def _demote(context: Context, victim: Adapter, tier: TierName) -> None:
     """Demote an adapter by policy, as far as leaving the tier requires."""
     context.count(victim, "evictions")
     context.set_goal(victim, capacity.demotion_goal(context, victim, tier))
-    take_next_step(context, victim)
+    _take_next_step(context, victim)
 
 
 def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: str) -> None:
@@ -379,13 +510,13 @@ def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: s
     A held adapter keeps its goal and is tried again after a backoff, and so is one with suspended
     generations for which there may be room later.
     """
-    resumes = MEANINGS[code].retryable and pending_requests.will_resume(context, adapter)
+    resumes = MEANINGS[code].retryable and context.world.will_resume(adapter)
     is_above = RESIDENCY_LEVEL[adapter.goal] > RESIDENCY_LEVEL[adapter.state]
     if is_above and (adapter.held or resumes):
         start_backoff(context, adapter)
     else:
         context.set_goal(adapter, _goal_without_requests(adapter))
-    pending_requests.refuse_waiters(
+    waiting.refuse_waiters(
         context, adapter, code, message, downward=False, spares=lambda one: resumes and bool(one.op)
     )
     context.dirty_adapters[adapter.id] = None

@@ -8,8 +8,7 @@ record, a slot's record or a deadline that a record has.
 import heapq
 from operator import attrgetter
 
-from loradock.controller.core.tables.lru_order import LruOrder
-from loradock.controller.core.tables.tier_queues import TierName, TierQueues
+from loradock.controller.core.indexes import LruOrder, TierName, TierQueues
 from loradock.controller.core.world import (
     DEADLINES_MIN,
     NO_PRIORITY,

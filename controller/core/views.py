@@ -13,9 +13,8 @@ import msgspec
 
 from loradock.controller.core.context import Refusal, unknown_adapter
 from loradock.controller.core.controller import Controller
-from loradock.controller.core.pending_requests import INFERENCE
-from loradock.controller.core.tables.counters import TIME_IN
-from loradock.controller.core.world import Adapter, World
+from loradock.controller.core.counters import TIME_IN
+from loradock.controller.core.world import INFERENCE, Adapter, World
 from loradock.messages import requests
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import GPU_SLOT, NO_SLOT, AdapterId, OpId

@@ -12,13 +12,11 @@ import msgspec
 import xxhash
 from msgspec import Struct, field
 
+from loradock.controller.core.answers import Answer, AnswerWindows
+from loradock.controller.core.counters import Counters
+from loradock.controller.core.fast_assignment import fast_assignment
+from loradock.controller.core.indexes import TIERS, DigestDict, LruOrder, TierName, TierQueues
 from loradock.controller.core.limits import Limits, window_bounds
-from loradock.controller.core.tables.answer_windows import Answer, AnswerWindows
-from loradock.controller.core.tables.counters import Counters
-from loradock.controller.core.tables.digest_dict import DigestDict
-from loradock.controller.core.tables.fast_assignment import fast_assignment
-from loradock.controller.core.tables.lru_order import LruOrder
-from loradock.controller.core.tables.tier_queues import TIERS, TierName, TierQueues
 from loradock.messages.commands import Operation as OperationCommand
 from loradock.messages.commands import StartGeneration, StartPooling
 from loradock.messages.ids import (
@@ -42,6 +40,17 @@ RequestKind = (
     Literal["load", "stage", "activate", "hold", "deactivate", "evict", "remove", "batch"]
     | InferenceKind
 )
+DOWNWARD: Final = ("deactivate", "evict", "remove")
+"""Kinds of requests whose target is a maximum; the target of every other kind is a minimum."""
+
+INFERENCE: Final = ("generate", "embed", "classify")
+
+USES: Final = frozenset({*INFERENCE, "activate", "batch"})
+"""Kinds of requests that use an adapter in a slot: each one is a hit or a miss.
+
+Those that only prepare it (load, stage, hold) are neither, and no request waits because of them.
+"""
+
 DeadlineKind = Literal["operation", "request", "retry", "turn", "unknown"]
 """`retry` ends an adapter's backoff, `turn` is the end of the first turn that is over while others
 wait for a slot, `unknown` is of an operation that is not in the log.
@@ -321,6 +330,28 @@ class World:
         """Return the version that a name stands for now, None for an unknown name."""
         adapter_id = self.names.get(name)
         return None if adapter_id is None else self.adapters[adapter_id]
+
+    def has_suspended(self, adapter: Adapter) -> bool:
+        """Whether a generation of the adapter is suspended."""
+        pending = self.pending_requests
+        return any(pending[request_id].op for request_id in adapter.waiters)
+
+    def will_resume(self, adapter: Adapter) -> bool:
+        """Whether a suspended generation of the adapter needs a slot: it is not ordered to end."""
+        waiting = [self.pending_requests[request_id] for request_id in adapter.waiters]
+        return any(pending.op and not pending.stopping for pending in waiting)
+
+    def awaits_first_slot(self, adapter: Adapter) -> bool:
+        """Whether inference waits for a removed version, whose name was valid when it arrived."""
+        if not adapter.retired:
+            return False
+        waiting = [self.pending_requests[request_id] for request_id in adapter.waiters]
+        return any(pending.kind in INFERENCE and not pending.op for pending in waiting)
+
+    def is_wanted_down(self, adapter: Adapter) -> bool:
+        """Whether a downward request waits for the adapter; upward requests are served after it."""
+        pending = self.pending_requests
+        return any(pending[request_id].kind in DOWNWARD for request_id in adapter.waiters)
 
     def add_answer(self, answer: Answer) -> None:
         """Keep the answer of a request, and continue the chain of answers with it."""

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from loradock.controller.core.controller import Controller
+from loradock.controller.core.counters import Counters
 from loradock.controller.core.invariants import check
 from loradock.controller.core.limits import (
     RULES,
@@ -21,7 +22,6 @@ from loradock.controller.core.limits import (
     limits_from,
     limits_to,
 )
-from loradock.controller.core.tables.counters import Counters
 from loradock.controller.core.world import RESIDENT, Adapter, World
 from loradock.controller.log.durable_files import write_file
 from loradock.controller.log.format import CHAIN_START, ChainLink, LogError, frame_header

@@ -11,11 +11,10 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from loradock.controller.core.answers import Answer
+from loradock.controller.core.counters import Counters
+from loradock.controller.core.indexes import DigestDict, TierName
 from loradock.controller.core.restore import derive
-from loradock.controller.core.tables.answer_windows import Answer
-from loradock.controller.core.tables.counters import Counters
-from loradock.controller.core.tables.digest_dict import DigestDict
-from loradock.controller.core.tables.tier_queues import TierName
 from loradock.controller.core.world import (
     Adapter,
     AttachedEngine,

@@ -12,9 +12,8 @@ from loradock.controller.log.settings import (
     SYNC_INTERVAL_MS,
     SyncPolicy,
 )
-from loradock.controller.server.default_adapters import DefaultPaths
 from loradock.controller.server.hang_watch import HANG_TIMEOUT_MS, STEP_TIMEOUT_MS
-from loradock.controller.server.operating.preloads import PRELOADS_MAX
+from loradock.controller.server.preloads import PRELOADS_MAX, DefaultPaths
 from loradock.messages.engine_options import EngineOptions, LogFormat, LogLevel
 from loradock.messages.ids import AdapterName, Path
 

@@ -109,7 +109,7 @@ class EngineLink:
             self._phase = Phase.OPEN
 
     def receive(self, frames: list[tuple[bytes, bytes]], now_ns: int) -> LinkOutput:
-        """Process one iteration's frames; call `note_logged` or `forget_unlogged` afterwards.
+        """Process one iteration's frames; call `on_logged` or `forget_unlogged` afterwards.
 
         Before `start` nothing is received: no log has this epoch.
         """
@@ -255,7 +255,7 @@ class EngineLink:
         self._transmit(commands.RequestInventory(self._logged))
         self._requested_ns = now_ns
 
-    def note_logged(self) -> None:
+    def on_logged(self) -> None:
         """Acknowledge what `receive` returned: it is in the log."""
         self._logged = self._delivered
         if self._phase is Phase.ANSWERED:
@@ -295,7 +295,7 @@ class EngineLink:
         until_ns = now_ns if step_since_ns is None else min(now_ns, step_since_ns)
         return bool(self.engine_id) and until_ns - self._received_ns > self._timeout_ns
 
-    def excuse(self, pause_ns: int) -> None:
+    def extend_deadline(self, pause_ns: int) -> None:
         """Do not count a time in which the controller did not run, and perhaps no process did."""
         self._received_ns += pause_ns
 

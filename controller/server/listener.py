@@ -1,4 +1,4 @@
-"""Bound sockets for requests, engines and events, with a ZeroMQ context of their own.
+"""Bound sockets for requests, engines and events, and the authentication of their connections.
 
 Local sockets are `ipc://` in a directory that only its user can enter, and accept connections of
 that user alone. Remote ones are `tcp://` at three consecutive ports. All remote connections and
@@ -10,14 +10,16 @@ ZeroMQ refuse a peer of its protocols before the third, which no limit on the ha
 import contextlib
 import os
 import struct
+import threading
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import structlog
 import zmq
+from zmq.utils import z85
 
-from loradock.controller.server.access.authenticator import Authenticator
-from loradock.controller.server.access.permissions import (
+from loradock.controller.server.access import (
     ENGINE_DOMAIN,
     EVENTS_DOMAIN,
     LOCAL_DOMAIN,
@@ -25,10 +27,12 @@ from loradock.controller.server.access.permissions import (
     REQUESTS_DOMAIN,
     Access,
 )
-from loradock.controller.server.unread_replies import LONG_REPLY_BYTES
 from loradock.messages.addresses import ENGINE_PORT_OFFSET, EVENTS_PORT_OFFSET, with_port_offset
 from loradock.messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
 from loradock.processes.key_files import KeyPair
+
+LONG_REPLY_BYTES: Final = 4096
+"""Replies of this size and more are counted; the bound in frames suffices for shorter ones."""
 
 FRAMES_PER_ITERATION: Final = 512
 """Bound on the frames read from one socket per iteration of the main loop; bounds its latency."""
@@ -41,21 +45,41 @@ BACKLOG: Final = 32
 
 # ZeroMQ disconnects a peer that sends a longer frame; a shorter one that is too long is answered.
 _REQUEST_BYTES_HARD_MAX: Final = REQUESTS.bytes_max + 8 * FRAME_BYTES_MAX
+
 _PATH_BYTES_MAX: Final = 107
+
 _NO_WAIT: Final = int(zmq.NOBLOCK)
+
 # Bounds on the frames queued per peer. A client that sends more has to wait; one that does not read
 # loses replies and events, which it can request again. Requests can be long, so few are queued:
 # the longest ones of one remote client take a little over 1 GiB. The sender learns that frames were
 # read after half of the bound, so a local client with 64 requests in flight never waits: with a
 # bound of 32 it was answered a sixth slower.
 _REMOTE_REQUESTS_QUEUED_MAX: Final = 32
+
 _LOCAL_REQUESTS_QUEUED_MAX: Final = 128
+
 _QUEUE_FRAMES_MAX: Final = 16_384
+
 # A peer that connects and is silent is disconnected after this time.
 _HANDSHAKE_MS: Final = 2000
+
 # A remote peer that has vanished without closing its connection is disconnected after this time.
 _REMOTE_SILENCE_MS: Final = 30_000
+
 _EVENT: Final = struct.Struct("=Hi")
+
+_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+
+_ZAP_VERSION: Final = b"1.0"
+
+_LOCAL_DOMAIN: Final = LOCAL_DOMAIN.encode()
+
+_ZAP_PARTS: Final = 7
+
+_POLL_MS: Final = 100
+
+log = structlog.get_logger("controller")
 
 
 class TransportError(Exception):
@@ -277,3 +301,62 @@ def receive(
         in_message = frame.more
         # A message has one frame: any other is malformed, and decoding refuses it.
         yield part, user_of(frame), b"" if in_message else frame.bytes
+
+
+class Authenticator:
+    """The thread that decides about the connections to one context's sockets."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", access: Access) -> None:
+        self._access = access
+        self._refused = 0
+        self._stopping = threading.Event()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(_ZAP_ENDPOINT)
+        self._thread = threading.Thread(target=self._run, name="authenticator", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close its socket; connections are then refused."""
+        self._stopping.set()
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            if self._socket.poll(_POLL_MS):
+                self._answer(self._socket.recv_multipart())
+
+    def _answer(self, message: list[bytes]) -> None:
+        peer, empty, *parts = message
+        user = self._user_of(parts)
+        if user is None:
+            self._log_refusal(parts)
+        request_id = parts[1] if len(parts) > 1 else b""
+        status, text = (b"400", b"not allowed") if user is None else (b"200", b"")
+        reply = [peer, empty, _ZAP_VERSION, request_id, status, text, (user or "").encode(), b""]
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart(reply, zmq.NOBLOCK)
+
+    def _user_of(self, parts: list[bytes]) -> str | None:
+        """Return the user of a request: version, id, domain, address, identity, mechanism, key."""
+        if parts[:1] != [_ZAP_VERSION]:
+            return None
+        if parts[2:] and parts[2] == _LOCAL_DOMAIN:
+            return LOCAL_USER
+        if len(parts) != _ZAP_PARTS or parts[5] != b"CURVE":
+            return None
+        public = z85.encode(parts[6]).decode()
+        return self._access.user_of(parts[2].decode(errors="replace"), public)
+
+    def _log_refusal(self, parts: list[bytes]) -> None:
+        """Log the first, second, fourth, eighth..., so that a flood does not fill a disk."""
+        self._refused += 1
+        if self._refused.bit_count() == 1:
+            domain, address = [*parts, b"", b"", b"", b""][2:4]
+            log.warning(
+                "a connection was refused: its key is not allowed here",
+                socket=domain.decode(errors="replace"),
+                address=address.decode(errors="replace"),
+                count=self._refused,
+            )

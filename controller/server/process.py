@@ -15,12 +15,8 @@ from loradock.controller.log.policies import PolicyUnknownError, check_policy
 from loradock.controller.log.replay import check_rules
 from loradock.controller.log.retention import retention_from
 from loradock.controller.log.writer import Log
-from loradock.controller.server.access.directories import (
-    DirectoryRefused,
-    check_controller_directory,
-)
-from loradock.controller.server.access.keys import AllowedKey, KeyListError, KeyStore
-from loradock.controller.server.access.permissions import OWN_ENGINE, Access
+from loradock.controller.server.access import OWN_ENGINE, Access
+from loradock.controller.server.admin import SettingsFile
 from loradock.controller.server.config import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -29,9 +25,15 @@ from loradock.controller.server.config import (
     ServerConfig,
     Supervision,
 )
-from loradock.controller.server.operating.settings_file import SettingsFile
-from loradock.controller.server.operating.supervisor_link import SupervisorLink
+from loradock.controller.server.keys import (
+    AllowedKey,
+    DirectoryRefused,
+    KeyListError,
+    KeyStore,
+    check_controller_directory,
+)
 from loradock.controller.server.server import Server
+from loradock.controller.server.supervision import SupervisorLink
 from loradock.controller.server.transport import Transport, TransportError
 from loradock.messages.records import FORMAT, Header
 from loradock.processes import process_log

@@ -1,4 +1,4 @@
-"""The controller's main loop: log, then handle, then act.
+"""The controller's main loop: receive, check, log, handle, perform, publish, reply.
 
 All inputs of one poll form a group: it is written with one write, handled while the system syncs
 it, and its actions are performed once it is durable. What is not in the log never happened, and
@@ -6,13 +6,11 @@ what was acknowledged is in the log.
 """
 
 import gc
-import os
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, get_args
 
-import msgspec
 import structlog
 
 from loradock.controller.core.actions import (
@@ -23,34 +21,44 @@ from loradock.controller.core.actions import (
     SendReply,
     SetTimer,
 )
+from loradock.controller.core.context import Refusal
 from loradock.controller.core.limits import RULES, Limits, limits_to
 from loradock.controller.log.format import LogFull
 from loradock.controller.log.retention import retention_from
 from loradock.controller.log.writer import Log
-from loradock.controller.server.client_sessions import ClientSessions
+from loradock.controller.server.admin import Admin, SettingsFile
+from loradock.controller.server.clients import Outbox
 from loradock.controller.server.config import ServerConfig
-from loradock.controller.server.default_adapters import DefaultAdapters
+from loradock.controller.server.diagnostics import Diagnostics
 from loradock.controller.server.engine_link import BEAT_INTERVAL_NS, EngineLink
 from loradock.controller.server.event_stream import EVENTS_BEAT_NS, EventStream
-from loradock.controller.server.input_handler import GroupInput, InputHandler, recover
-from loradock.controller.server.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
-from loradock.controller.server.operating.engine_supervision import EngineSupervision
-from loradock.controller.server.operating.engine_watch import EngineWatch
-from loradock.controller.server.operating.preloads import (
+from loradock.controller.server.inputs import (
+    SYSTEM_CLOCKS,
+    Clocks,
+    GroupInput,
+    InputHandler,
+    LogicalClock,
+    recover,
+)
+from loradock.controller.server.preloads import (
+    DefaultAdapters,
     is_preload,
     preload_requests,
     waiting_preloads,
 )
-from loradock.controller.server.operating.settings_file import SettingsFile
-from loradock.controller.server.operating.supervisor_link import SupervisorLink
+from loradock.controller.server.queries import Queries
+from loradock.controller.server.sessions import ClientSessions
 from loradock.controller.server.snapshot_process import SnapshotProcess
+from loradock.controller.server.supervision import EngineSupervision, EngineWatch, SupervisorLink
 from loradock.controller.server.transport import Transport
-from loradock.messages import records
+from loradock.messages import records, requests
 from loradock.messages.commands import RequestInventory, ResendTokens, StartInference
+from loradock.messages.control import ChangeSettings
 from loradock.messages.errors import ErrorCode
+from loradock.messages.events import Published
 from loradock.messages.ids import Seq
-from loradock.messages.records import FORMAT, Header, Input, Record
-from loradock.messages.reports import EngineInventory
+from loradock.messages.records import FORMAT, Header, Input
+from loradock.messages.reports import EngineInventory, LoggedReport
 from loradock.messages.requests import LifecycleRequest
 from loradock.messages.wire import EVENTS
 from loradock.processes.progress import Progress
@@ -65,8 +73,10 @@ STEP_BOUND_S: Final = 60.0
 REPLY_INTERVAL: Final = 32
 """Inputs of a group after which replies are sent: clients work while the others are answered."""
 
-_OF_LINK: Final = frozenset({records.ControllerStarted, EngineInventory})
-"""Inputs with which the link to an engine begins or opens."""
+_RECORDED: Final = frozenset(
+    {records.EngineLost, *get_args(records.InferenceRequested), *get_args(LoggedReport)}
+)
+"""Inputs that are recorded before they are handled: then their operations are still known."""
 
 NOT_HANDLED: Final = "handling failed in the controller; the input was skipped and changed nothing"
 
@@ -84,57 +94,53 @@ class Server:
         clocks: Clocks = SYSTEM_CLOCKS,
         supervisor: SupervisorLink | None = None,
     ) -> None:
+        self._config = config
         self._transport = transport
         self._log = opened
         self._supervisor = supervisor or SupervisorLink(Progress(), Progress())
         self._progress = self._supervisor.progress
         self._events = EventStream(opened.directory, opened.storage)
+        retention = retention_from(config.log_retention, config.log_keep_hours)
         self._snapshots = SnapshotProcess(
-            opened.directory,
-            config.snapshot_interval,
-            retention_from(config.log_retention, config.log_keep_hours),
-            opened.storage,
+            opened.directory, config.snapshot_interval, retention, opened.storage
         )
-        self._controller, unlogged_skips = recover(config, opened, self._events, self._snapshots)
-        self._events.end_recovery(self._controller.world.events_seq)
-        self._handler = InputHandler(self._controller, opened, config.checked, self._progress)
-        self._clock = LogicalClock(self._controller.world.time_ns, clocks)
-        defaults = DefaultAdapters(config.default_mm_loras)
-        for modality, default in defaults.by_modality.items():
-            log.info("default adapter", modality=modality, adapter=default.name, path=default.path)
-        self._sessions = ClientSessions(
-            self._controller,
-            self._events,
-            transport.reply,
-            os.getpid(),
-            defaults,
-            transport.can_reply,
-            transport.access,
-        )
-        self._sessions.log_facts = self._snapshots.facts
-        self._control = self._sessions.control
-        self._preloads = config.preloads
-        self._control.change = self._change_settings
-        self._settings_file = SettingsFile(Path(config.directory), config.limits, config.policy)
-        transport.on_gone = self._events.drop_client
+        controller, unlogged_skips = recover(config, opened, self._events, self._snapshots)
+        world, self._controller = controller.world, controller
+        self._events.end_recovery(world.events_seq)
+        self._inputs = InputHandler(controller, opened, config.checked, self._progress)
+        self._clock = LogicalClock(world.time_ns, clocks)
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
-        self._sessions.engine_beat = lambda: (self._link.statistics, self._link.running)
-        self._control.engine_is_local = lambda: transport.is_local(self._link.peer)
-        self._interval_sync = config.sync == "interval"
+        watch = EngineWatch(transport.watch, transport.unwatch)
+        self._supervision = EngineSupervision(
+            self._link, watch, self._supervisor, world, transport.is_local
+        )
+        self._diagnostics = Diagnostics(world)
+        self._admin = Admin(
+            controller, self._diagnostics, self._link, self._snapshots, transport.is_local
+        )
+        self._settings_file = SettingsFile(Path(config.directory), config.limits, config.policy)
+        self._outbox = Outbox(transport.reply)
+        access = transport.access
+        self._queries = Queries(
+            controller, self._events, self._admin, self._outbox, access, transport.can_reply
+        )
+        defaults = DefaultAdapters(config.default_mm_loras)
+        self._sessions = ClientSessions(
+            controller,
+            self._queries,
+            self._admin,
+            self._diagnostics,
+            self._outbox,
+            defaults,
+            access,
+        )
         # The server's own inputs for the next group.
         self._pending = [GroupInput(skipped) for skipped in unlogged_skips]
-        self._timer_ns = self._controller.world.timer_ns
+        self._timer_ns = world.timer_ns
         self._beat_ns = 0
         self._published_ns = 0
         self._iterated_ns = time.monotonic_ns()
-        self._digest_seq = 0
         self._log_retry_ns = 0
-        self._engine_supervision = EngineSupervision(
-            self._link,
-            EngineWatch(transport.watch, transport.unwatch),
-            self._supervisor,
-            self._controller.world,
-        )
         self._stopping = False
         transport.watch(self._events.wake_fd)
 
@@ -150,8 +156,10 @@ class Server:
                 self._progress.enter("handle", STEP_BOUND_S)
                 self._stopping = self._stopping or parent_fd in ready
                 self._iterate(ready)
-                if self._control.may_end(time.monotonic_ns()):
-                    self._end_after_stop()
+                if self._admin.may_end(time.monotonic_ns()):
+                    log.info("stopping: no request is waited for any more")
+                    self._stopping = True
+                    self._supervisor.stop_all()
             self._progress.enter("stop", STEP_BOUND_S)
             self._log.sync()
             self._snapshots.finish(self.snapshot_until)
@@ -166,35 +174,157 @@ class Server:
         """End after this iteration; a signal handler."""
         self._stopping = True
 
-    @property
-    def snapshot_until(self) -> Seq:
-        """The last record of a snapshot; 0 while the log lacks that a record is skipped."""
-        if any(isinstance(one.message, records.InputSkipped) for one in self._pending):
-            return 0
-        return self._controller.world.seq
+    # The pipeline, one function for each stage.
 
-    def _end_after_stop(self) -> None:
-        log.info("stopping: no request is waited for any more")
-        self._stopping = True
-        self._supervisor.stop_all()
+    def _iterate(self, ready: set[int]) -> None:
+        """Pass what arrived through all stages, as one group of inputs."""
+        now = self._begin_iteration()
+        group = self._receive(ready, now) + self._check()
+        first_seq = self._log_group(group) if group else None
+        if first_seq is not None:
+            results = self._handle(group, first_seq)
+            # These requests are for the next group; the system syncs meanwhile.
+            self._sessions.receive_all(self._transport.receive_requests())
+            self._perform(group, results)
+            self._publish(self._events.take_batch())
+        self._answer_reads(ready)
+        self._reply()
+        self._tick(now)
 
-    def _change_settings(self, limits: Limits, policy: str) -> None:
-        if not self._log.has_record:
-            self._commit([GroupInput(records.TimerFired())])
-        self._log.change_header(Header(FORMAT, RULES, policy, limits_to(limits), 0))
-        self._perform(self._controller.reconfigure(limits, policy))
-        self._publish()
-        log.info("settings changed", policy=policy, **limits_to(limits))
-        self._settings_file.write(limits, policy)
+    def _begin_iteration(self) -> int:
+        now = time.monotonic_ns()
+        if now - self._iterated_ns > PAUSE_NS_MIN:
+            self._link.extend_deadline(now - self._iterated_ns)
+        self._iterated_ns = now
+        return now
+
+    def _receive(self, ready: set[int], now: int) -> list[GroupInput]:
+        """Return the server's own inputs and the engine's; forward output that is not logged."""
+        group, self._pending = self._pending, []
+        if frames := list(self._transport.receive_reports()):
+            output = self._link.receive(frames, now)
+            logged = self._diagnostics.failures.without_details(output.inputs)
+            group += [GroupInput(report, report_seq=seq) for report, seq in logged]
+            for report in output.private:
+                self._sessions.forward(report)
+        if (lost := self._supervision.loss(now, ready)) is not None:
+            group.append(GroupInput(lost))
+        return group
+
+    def _check(self) -> list[GroupInput]:
+        """Return the clients' inputs that have to be logged, and the timer; answer the others."""
+        self._sessions.receive_all(self._transport.receive_requests())
+        group: list[GroupInput] = []
+        if self._sessions.has_input:
+            for route, message in self._sessions.take_changes():
+                self._outbox.add(route, self._change_settings(message))
+            group = self._sessions.take_group()
+        if self._timer_ns and self._clock.now_ns() >= self._timer_ns:
+            self._timer_ns = 0
+            group.append(GroupInput(records.TimerFired()))
+        return group
+
+    def _log_group(self, group: list[GroupInput]) -> Seq | None:
+        """Begin to write a group; returns its first record's number, None if it is refused."""
+        try:
+            return self._inputs.log(group, self._clock.now_ns())
+        except LogFull as error:
+            self._refuse_group(group, str(error))
+            return None
+
+    def _handle(self, group: list[GroupInput], first_seq: Seq) -> list[list[Action] | None]:
+        """Handle a group while the system syncs it; a result is None if its input is skipped."""
+        results = []
+        for seq, received in enumerate(group, first_seq):
+            if type(received.message) in _RECORDED:
+                self._record(received.message)
+            results.append(self._inputs.handle(seq, received))
+        self._inputs.end_group()
+        return results
+
+    def _record(self, message: Input) -> None:
+        if isinstance(message, records.InferenceRequested):
+            self._sessions.record_resend(message.request_id)
+        else:
+            self._diagnostics.record_report(message)
+
+    def _perform(self, group: list[GroupInput], results: list[list[Action] | None]) -> None:
+        """Perform the actions of a group, once it is durable."""
+        self._log.end_group()
+        self._link.on_logged()
+        for number, (received, actions) in enumerate(zip(group, results, strict=True), 1):
+            if type(received.message) is records.ControllerStarted:
+                self._start_link(received.message)
+            elif type(received.message) is EngineInventory:
+                self._link.open()
+            if actions is None:
+                self._after_skip(received)
+            else:
+                self._perform_actions(actions)
+            if number % REPLY_INTERVAL == 0:
+                self._reply()
+        self._diagnostics.record_group([one.message for one in group], self._iterated_ns)
+        self._supervision.watch()
+
+    def _perform_actions(self, actions: list[Action]) -> None:
+        for action in actions:
+            # The most frequent ones first: this is the hot path.
+            if type(action) is SendReply:
+                self._sessions.answer(action.message)
+            elif type(action) is PublishEvent:
+                self._events.add(action.message)
+            elif type(action) is SendCommand:
+                self._send_command(action)
+            elif type(action) is SetTimer:
+                self._timer_ns = action.at_ns
+            elif type(action) is RestartEngine:
+                self._supervision.restart(action.engine_id, action.pid, action.reason)
+
+    def _publish(self, batch: tuple[Published, ...], *, beat: bool = False) -> None:
+        """Publish new events; without any, only a beat has a frame."""
+        if batch or beat:
+            world = self._controller.world
+            self._transport.publish(EVENTS.encode(batch, world.epoch, world.events_seq))
+            self._published_ns = time.monotonic_ns()
+
+    def _answer_reads(self, ready: set[int]) -> None:
+        """Answer queries and fetches of events, and have the engine send output again."""
+        if self._link.is_open:
+            self._request_resends()
+        if self._queries.is_waiting:
+            self._queries.answer()
+        if self._events.wake_fd in ready:
+            self._events.deliver()
+
+    def _reply(self) -> None:
+        """Send the replies, those to one connection in one frame."""
+        self._outbox.flush(self._controller.world.epoch)
+        for route in self._transport.flush():
+            self._events.drop_client(route)
+
+    def _tick(self, now: int) -> None:
+        """Do what is due: heartbeats, syncs, snapshots."""
+        self._link.tick(now)
+        if now - self._beat_ns >= BEAT_INTERVAL_NS:
+            self._beat_ns = now
+            if self._config.sync == "interval":
+                self._log.sync()
+            self._snapshots.tick(self.snapshot_until)
+        if now - self._published_ns >= EVENTS_BEAT_NS:
+            self._publish((), beat=True)
+
+    # The start of an epoch, and what is not on the way of most inputs.
 
     def _start_epoch(self) -> None:
+        for modality, default in self._sessions.defaults.by_modality.items():
+            log.info("default adapter", modality=modality, adapter=default.name, path=default.path)
         world = self._controller.world
         wall_ns = self._clock.wall_ns()
         epoch = max(world.epoch + 1, wall_ns // 1_000_000_000)
         started = records.ControllerStarted(epoch, wall_ns - self._clock.now_ns())
-        lost = self._engine_supervision.loss_before()
+        lost = self._supervision.loss_before()
         # Those of earlier starts are refused with the engine that they wait for.
-        preloads = preload_requests(self._preloads, () if lost else waiting_preloads(world))
+        preloads = preload_requests(self._config.preloads, () if lost else waiting_preloads(world))
         inputs: list[Input] = [started, *([lost] if lost else []), *preloads]
         group, self._pending = [*self._pending, *map(GroupInput, inputs)], []
         self._commit(group)
@@ -203,112 +333,57 @@ class Server:
         gc.freeze()
         log.info("started", epoch=world.epoch, seq=world.seq, adapters=len(world.adapters))
 
+    def _commit(self, group: list[GroupInput]) -> None:
+        """Pass a group of the server's own inputs through the stages."""
+        first_seq = self._log_group(group)
+        if first_seq is not None:
+            self._perform(group, self._handle(group, first_seq))
+            self._publish(self._events.take_batch())
+
+    def _start_link(self, started: records.ControllerStarted) -> None:
+        engine = self._controller.world.engine
+        engine_id, reported = (engine.engine_id, engine.reported) if engine else ("", 0)
+        # The epoch is in the log, so no other process can have the same one.
+        self._link.start(started.epoch, engine_id, time.monotonic_ns(), reported)
+
+    @property
+    def snapshot_until(self) -> Seq:
+        """The last record of a snapshot; 0 while the log lacks that a record is skipped."""
+        if any(isinstance(one.message, records.InputSkipped) for one in self._pending):
+            return 0
+        return self._controller.world.seq
+
     def _timeout_ms(self) -> int:
-        if self._sessions.has_group:
+        if self._sessions.has_input:
             return 0
         now = time.monotonic_ns()
         left = (self._log_retry_ns if self._pending else self._beat_ns + BEAT_INTERVAL_NS) - now
         left = min(left, self._published_ns + EVENTS_BEAT_NS - now)
-        for wait_ns in (self._sessions.queries_wait_ns(now), self._control.ends_in_ns(now)):
+        for wait_ns in (self._queries.wait_ns(now), self._admin.ends_in_ns(now)):
             if wait_ns is not None:
                 left = min(left, wait_ns)
         if self._timer_ns:
             left = min(left, self._timer_ns - self._clock.now_ns())
         return max(0, (left + 999_999) // 1_000_000)
 
-    def _iterate(self, ready: set[int]) -> None:
-        now = time.monotonic_ns()
-        if now - self._iterated_ns > PAUSE_NS_MIN:
-            self._link.excuse(now - self._iterated_ns)
-        self._iterated_ns = now
-        group, self._pending = self._pending, []
-        frames = list(self._transport.receive_reports())
-        output = self._link.receive(frames, now)
-        reports = self._control.failures.without_details(output.inputs)
-        group += [GroupInput(report, report_seq=seq) for report, seq in reports]
-        if (lost := self._engine_supervision.loss(now, ready)) is not None:
-            group.append(GroupInput(lost))
-        self._sessions.receive_all(self._transport.receive_requests())
-        group += self._sessions.take_group()
-        if self._timer_ns and self._clock.now_ns() >= self._timer_ns:
-            self._timer_ns = 0
-            group.append(GroupInput(records.TimerFired()))
-        for report in output.private:
-            self._sessions.forward(report)
-        results = self._log_and_handle(group) if group else None
-        # These requests are for the next group; the system syncs meanwhile.
-        self._sessions.receive_all(self._transport.receive_requests())
-        if results is not None:
-            self._finish_group(group, results)
-        if self._link.is_open:
-            self._request_resends()
-        self._sessions.answer_queries()
-        if self._events.wake_fd in ready:
-            self._events.deliver()
-        self._send_replies()
-        self._tick(now)
-
-    def _send_replies(self) -> None:
-        self._sessions.flush()
-        self._transport.flush()
-
-    def _commit(self, group: list[GroupInput]) -> None:
-        """Log a group, handle its inputs one by one, and perform their actions."""
-        results = self._log_and_handle(group)
-        if results is not None:
-            self._finish_group(group, results)
-
-    def _log_and_handle(self, group: list[GroupInput]) -> list[list[Action] | None] | None:
-        """Write a group, and handle it while the system syncs it; None if it is refused."""
-        world = self._controller.world
-        now = self._clock.now_ns()
-        batch = [Record(now, g.message, "", g.body, g.report_seq) for g in group]
-        if world.seq - self._digest_seq >= self._controller.limits.digest_interval:
-            self._digest_seq = world.seq
-            batch[0] = msgspec.structs.replace(batch[0], digest=world.digest())
+    def _change_settings(self, message: ChangeSettings) -> requests.Reply:
+        """Change limits and policy, durably, and return the answer."""
         try:
-            return self._handler.log_and_handle(batch, self._note)
-        except LogFull as error:
-            self._refuse_group(group, str(error))
-            return None
+            self._apply_settings(*self._admin.changed(message))
+        except Refusal as refusal:
+            return refusal.reply(message.request_id)
+        except (LogFull, OSError) as error:
+            return requests.Refused(message.request_id, ErrorCode.LOG_UNAVAILABLE, str(error))
+        return self._admin.settings(message.request_id)
 
-    def _finish_group(self, group: list[GroupInput], results: list[list[Action] | None]) -> None:
-        """Perform the actions of a group, once it is durable."""
-        self._log.end_group()
-        self._link.note_logged()
-        self._perform_all(group, results)
-        self._control.note_group([received.message for received in group], self._iterated_ns)
-        self._publish()
-        self._engine_supervision.watch(is_local=self._control.engine_is_local())
-
-    def _perform_all(self, group: list[GroupInput], results: list[list[Action] | None]) -> None:
-        """Perform the actions of each input; None is the result of a skip."""
-        for number, (received, actions) in enumerate(zip(group, results, strict=True), 1):
-            if type(received.message) in _OF_LINK:
-                self._advance_link(received.message)
-            if actions is None:
-                self._after_skip(received)
-            else:
-                self._perform(actions)
-            if number % REPLY_INTERVAL == 0:
-                self._send_replies()
-
-    def _note(self, message: Input) -> None:
-        """Note an inference, or what an engine reports, before it is handled."""
-        if isinstance(message, records.InferenceRequested):
-            self._sessions.note_resend(message.request_id)
-        else:
-            self._control.note_report(message)
-
-    def _advance_link(self, message: Input) -> None:
-        """Begin or open the link before the actions of an input of `_OF_LINK` are performed."""
-        if isinstance(message, records.ControllerStarted):
-            engine = self._controller.world.engine
-            engine_id, reported = (engine.engine_id, engine.reported) if engine else ("", 0)
-            # The epoch is in the log, so no other process can have the same one.
-            self._link.start(message.epoch, engine_id, time.monotonic_ns(), reported)
-        else:
-            self._link.open()
+    def _apply_settings(self, limits: Limits, policy: str) -> None:
+        if not self._log.has_record:
+            self._commit([GroupInput(records.TimerFired())])
+        self._log.change_header(Header(FORMAT, RULES, policy, limits_to(limits), 0))
+        self._perform_actions(self._controller.reconfigure(limits, policy))
+        self._publish(self._events.take_batch())
+        log.info("settings changed", policy=policy, **limits_to(limits))
+        self._settings_file.write(limits, policy)
 
     def _after_skip(self, received: GroupInput) -> None:
         """Answer the client, or find what the engine did: its report is lost."""
@@ -317,22 +392,12 @@ class Server:
         if isinstance(message, EngineInventory):
             reason = "its inventory can't be handled"
             self._pending.append(GroupInput(records.EngineLost(message.engine_id, reason)))
-            self._engine_supervision.restart(message.engine_id, message.pid, reason)
+            self._supervision.restart(message.engine_id, message.pid, reason)
         elif isinstance(message, LifecycleRequest | records.InferenceRequested):
             code = ErrorCode.HANDLING_FAILED
             self._sessions.refuse_unlogged(message, received.body, NOT_HANDLED, code)
         elif not isinstance(message, records.ShellInput):
             self._link.send(RequestInventory(0), time.monotonic_ns())
-
-    def _request_resends(self) -> None:
-        """Have the engine send output again to clients that may lack some."""
-        now = time.monotonic_ns()
-        if self._controller.world.engine is None:
-            # The core refused the engine's inventory; a later one may be consistent.
-            self._link.synchronise_later(now)
-            return
-        for request_id in self._sessions.take_resends():
-            self._link.send(ResendTokens(request_id), now)
 
     def _refuse_group(self, group: list[GroupInput], why: str) -> None:
         """Refuse a group that could not be logged; keep the server's own inputs."""
@@ -351,23 +416,19 @@ class Server:
                 # Clients and the engine repeat their inputs; this one would be lost.
                 self._pending.append(received)
 
-    def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
-            # The most frequent ones first: this is the hot path.
-            if type(action) is SendReply:
-                self._sessions.answer(action.message)
-            elif type(action) is PublishEvent:
-                self._events.add(action.message)
-            elif type(action) is SendCommand:
-                self._send_command(action)
-            elif type(action) is SetTimer:
-                self._timer_ns = action.at_ns
-            elif type(action) is RestartEngine:
-                self._engine_supervision.restart(action.engine_id, action.pid, action.reason)
+    def _request_resends(self) -> None:
+        """Have the engine send output again to clients that may lack some."""
+        now = time.monotonic_ns()
+        if self._controller.world.engine is None:
+            # The core refused the engine's inventory; a later one may be consistent.
+            self._link.synchronise_later(now)
+            return
+        for request_id in self._sessions.take_resends():
+            self._link.send(ResendTokens(request_id), now)
 
     def _send_command(self, action: SendCommand) -> None:
         command = action.message
-        self._control.note_command(command)
+        self._diagnostics.record_command(command)
         if isinstance(command, StartInference):
             complete = self._sessions.with_payload(command)
             if complete is None:
@@ -375,21 +436,3 @@ class Server:
                 return
             command = complete
         self._link.send(command, time.monotonic_ns())
-
-    def _publish(self, *, beat: bool = False) -> None:
-        """Publish the new events; without any, only a beat has a frame."""
-        batch = self._events.take_batch()
-        if batch or beat:
-            world = self._controller.world
-            self._transport.publish(EVENTS.encode(batch, world.epoch, world.events_seq))
-            self._published_ns = time.monotonic_ns()
-
-    def _tick(self, now: int) -> None:
-        self._link.tick(now)
-        if now - self._beat_ns >= BEAT_INTERVAL_NS:
-            self._beat_ns = now
-            if self._interval_sync:
-                self._log.sync()
-            self._snapshots.tick(self.snapshot_until)
-        if now - self._published_ns >= EVENTS_BEAT_NS:
-            self._publish(beat=True)

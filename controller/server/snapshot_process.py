@@ -35,7 +35,7 @@ _ERROR_CHARACTERS: Final = 2000
 log = structlog.get_logger("controller")
 
 
-class LogFacts(NamedTuple):
+class LogStats(NamedTuple):
     """What `status` shows of the log; `snapshot_seq` is 0 without a snapshot."""
 
     snapshot_seq: Seq = 0
@@ -70,7 +70,7 @@ class SnapshotProcess:
         self._log_bytes = 0
         self._measured_s = -_SIZES_INTERVAL_S
 
-    def note_recovered(self, snapshot: Snapshot | None) -> None:
+    def on_recovered(self, snapshot: Snapshot | None) -> None:
         """Note the snapshot that the controller began with."""
         if snapshot is not None:
             self._last_seq = self._snapshot_seq = snapshot.seq
@@ -104,13 +104,13 @@ class SnapshotProcess:
             self._process = None
             self._output.close()
 
-    def facts(self) -> LogFacts:
+    def stats(self) -> LogStats:
         """Return what is known of the log; the sizes of its files are read once per second."""
         now = time.monotonic()
         if now - self._measured_s >= _SIZES_INTERVAL_S:
             self._measured_s = now
             self._log_bytes = log_bytes(self._directory, self._storage)
-        return LogFacts(self._snapshot_seq, self._snapshot_time_ns, self._log_bytes)
+        return LogStats(self._snapshot_seq, self._snapshot_time_ns, self._log_bytes)
 
     def _start(self, seq: Seq) -> None:
         self._last_seq, self._started_s = seq, time.monotonic()

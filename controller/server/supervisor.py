@@ -21,8 +21,6 @@ from typing import Final, NamedTuple
 import msgspec
 import structlog
 
-from loradock.controller.server.access.directories import DirectoryRefused
-from loradock.controller.server.access.keys import KeyStore, new_pair
 from loradock.controller.server.child_output import ChildOutput
 from loradock.controller.server.config import (
     EXIT_CONFIG,
@@ -38,8 +36,9 @@ from loradock.controller.server.hang_watch import (
     is_stopped,
     process_tree,
 )
+from loradock.controller.server.keys import DirectoryRefused, KeyStore, new_pair
 from loradock.controller.server.listener import TransportError, endpoint
-from loradock.controller.server.operating.supervisor_link import RESTART, STOP_ALL
+from loradock.controller.server.supervision import RESTART, STOP_ALL
 from loradock.messages.engine_options import EngineArguments, LogFormat
 from loradock.processes.key_files import KeyFileError, share_key_pair
 from loradock.processes.option_list import command_line

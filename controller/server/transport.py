@@ -2,36 +2,41 @@
 
 Only `poll` waits: no send and no receive blocks. A peer's route names its socket and its
 connection; routes are made by this side, and no connection can take over another one's.
+
+ZeroMQ bounds a client's unread replies in frames, whose sizes differ by a factor of a million. A
+long reply is therefore sent with a tracker, which is done once the reply has left this process.
 """
 
 import contextlib
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 import zmq
 
-from loradock.controller.server.access.keys import KeyStore
-from loradock.controller.server.access.permissions import Access
+from loradock.controller.server.access import Access
 from loradock.controller.server.connection_guard import (
     HIDDEN,
     ConnectionGuard,
     GuardThread,
     RemoteGuard,
 )
+from loradock.controller.server.keys import KeyStore
 from loradock.controller.server.listener import (
     BACKLOG,
+    LONG_REPLY_BYTES,
     Listener,
     TransportError,
     endpoint,
     local_addresses,
     remote_addresses,
 )
-from loradock.controller.server.unread_replies import LONG_REPLY_BYTES, UnreadReplies, UnsentReplies
 
 __all__ = ["DESCRIPTORS_SAFE", "Transport", "TransportError", "endpoint"]
 
@@ -54,12 +59,21 @@ _REFRESH_NS: Final = 20_000_000
 _FILES_NS: Final = 1_000_000_000
 """Interval at which the local sockets' files are looked for."""
 
+UNREAD_BYTES_PER_CLIENT_MAX: Final = 32 << 20
+"""Bound on one client's long replies; only a single reply may be longer."""
+
+UNREAD_BYTES_MAX: Final = 512 << 20
+"""Bound on the long replies of all clients; beyond it each client may have one."""
+
+_FORGOTTEN_PER_REPLY: Final = 2
+"""The clients whose read replies are forgotten with each reply: more than one reply adds."""
+
+UNSENT_BYTES_PER_CLIENT_MAX: Final = 4 << 20
+"""Bound on the replies to one client that wait until it has read others, in bytes."""
+
 _LOCAL: Final = b"l"
 _REMOTE: Final = b"r"
 """The first byte of a route: which listener the connection belongs to."""
-
-OnGone = Callable[[bytes], None]
-"""Called with a client whose connection has ended, when a reply to it can't be sent."""
 
 log = structlog.get_logger("controller")
 
@@ -81,7 +95,8 @@ class Transport:
         self._ready: set[object] = set()
         self._replies: dict[bytes, UnsentReplies] = {}
         self._unread = UnreadReplies()
-        self.on_gone: OnGone = lambda _: None
+        # Clients whose connections have ended, of the last `flush`.
+        self._gone: dict[bytes, None] = {}
         (directory / "run").mkdir(mode=0o700, parents=True, exist_ok=True)
         self._remote_address = remote_address
         self._listeners: dict[bytes, Listener] = {}
@@ -220,12 +235,16 @@ class Transport:
         """Whether a long reply to this client would be sent: it has read enough earlier ones."""
         return self._unread.allows(route, LONG_REPLY_BYTES)
 
-    def flush(self) -> None:
+    def flush(self) -> Iterable[bytes]:
         """Send all replies at once: one by one, each would wake the sending thread.
 
         Those to a client that has too much to read wait for the next `flush`, up to a bound. Beyond
-        it they are dropped: a repeated request is answered again.
+        it they are dropped: a repeated request is answered again. Returns the clients whose
+        connections have ended, as replies to them have shown.
         """
+        if not self._replies:
+            return ()
+        self._gone.clear()
         replies, self._replies = self._replies, {}
         for route, unsent in replies.items():
             while unsent.frames and self._try_reply(route, unsent.frames[0]):
@@ -233,6 +252,7 @@ class Transport:
             if unsent.frames and len(self._replies) < UNSENT_CLIENTS_MAX:
                 unsent.drop_beyond_bound()
                 self._replies[route] = unsent
+        return self._gone
 
     def _try_reply(self, route: bytes, frame: bytes) -> bool:
         """Send a reply; False if the client has to read others first."""
@@ -250,7 +270,7 @@ class Transport:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self.on_gone(route)
+            self._gone[route] = None
             return True
         if tracker is not None:
             self._unread.add(route, tracker, len(frame))
@@ -304,3 +324,82 @@ def _send(socket: "zmq.Socket[bytes]", peer: bytes, frame: bytes) -> None:
         socket.send(frame, _NO_WAIT)
     except zmq.Again:
         return
+
+
+class UnsentReplies:
+    """Replies to one client that were not sent yet, in order."""
+
+    __slots__ = ("frames", "size_bytes")
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.size_bytes = 0
+
+    def add(self, frame: bytes) -> None:
+        """Add a reply."""
+        self.frames.append(frame)
+        self.size_bytes += len(frame)
+
+    def remove_first(self) -> None:
+        """Remove the first reply, which was sent."""
+        self.size_bytes -= len(self.frames.popleft())
+
+    def drop_beyond_bound(self) -> None:
+        """Drop the last replies, so that the others are within the bound."""
+        while self.size_bytes > UNSENT_BYTES_PER_CLIENT_MAX:
+            self.size_bytes -= len(self.frames.pop())
+
+
+class Tracker(Protocol):
+    """Reports whether a reply has left this process."""
+
+    @property
+    def done(self) -> bool:
+        """Whether ZeroMQ has released the reply."""
+
+
+class UnreadReplies:
+    """Long replies that were sent and have not left this process."""
+
+    def __init__(self) -> None:
+        self._sent: dict[bytes, deque[tuple[Tracker, int]]] = {}
+        self._bytes: dict[bytes, int] = {}
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        """Return the number of clients with replies that are not known to be read."""
+        return len(self._sent)
+
+    def allows(self, client: bytes, size_bytes: int) -> bool:
+        """Whether a reply of this size may be sent to a client now."""
+        self._forget_read(client)
+        unread = self._bytes.get(client, 0)
+        if unread and self.size_bytes + size_bytes > UNREAD_BYTES_MAX:
+            for other in tuple(self._sent):
+                self._forget_read(other)
+        return not unread or (
+            unread + size_bytes <= UNREAD_BYTES_PER_CLIENT_MAX
+            and self.size_bytes + size_bytes <= UNREAD_BYTES_MAX
+        )
+
+    def add(self, client: bytes, tracker: Tracker, size_bytes: int) -> None:
+        """Count a reply that was sent.
+
+        A client that has disconnected sends nothing more, so all clients are examined in turn.
+        """
+        self._sent.setdefault(client, deque()).append((tracker, size_bytes))
+        self._bytes[client] = self._bytes.get(client, 0) + size_bytes
+        self.size_bytes += size_bytes
+        for other in tuple(islice(self._sent, _FORGOTTEN_PER_REPLY)):
+            self._sent[other] = self._sent.pop(other)
+            self._forget_read(other)
+
+    def _forget_read(self, client: bytes) -> None:
+        sent = self._sent.get(client)
+        # A client reads its replies in order.
+        while sent and sent[0][0].done:
+            _, size_bytes = sent.popleft()
+            self._bytes[client] -= size_bytes
+            self.size_bytes -= size_bytes
+        if sent is not None and not sent:
+            del self._sent[client], self._bytes[client]

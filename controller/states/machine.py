@@ -1,4 +1,4 @@
-"""The life cycle as a `transitions` machine, and as the dict that is compiled from it.
+"""What is made of the tables: a `transitions` machine, compiled look-ups, and pictures.
 
 A trigger of the machine takes microseconds, so the hot path looks `NEXT_STATE` up instead.
 """
@@ -7,7 +7,7 @@ from typing import Final, cast
 
 from transitions import Machine
 
-from loradock.controller.states.table import STATES, TRANSITIONS
+from loradock.controller.states.table import STATES, STEPS, TRANSITIONS, Step
 from loradock.messages.ids import AdapterState
 
 
@@ -34,8 +34,9 @@ def build(model: object | None = None) -> Machine:
         auto_transitions=False,
         queued=False,
     )
-    for source, trigger, target in TRANSITIONS:
-        machine.add_transition(trigger, source, target)
+    for source, row in TRANSITIONS.items():
+        for trigger, target in row.items():
+            machine.add_transition(trigger, source, target)
     return machine
 
 
@@ -51,10 +52,38 @@ def _compile(machine: Machine) -> dict[tuple[str, str], AdapterState]:
 NEXT_STATE: Final = _compile(build())
 """State and input to next state: every transition of the machine and nothing else."""
 
+NEXT_STEP: Final[dict[tuple[AdapterState, AdapterState], Step]] = {
+    (state, goal): step
+    for state, row in STEPS.items()
+    for goal, step in zip(STATES, row, strict=True)
+}
+"""State and goal to the next step towards the goal."""
+
 
 def next_state(adapter: str, state: AdapterState, trigger: str) -> AdapterState:
-    """Return the state after `trigger`; raises `IllegalTransitionError` where there is none."""
+    """Return the state after `trigger`; raises `IllegalTransitionError` if there is none."""
     target = NEXT_STATE.get((state, trigger))
     if target is None:
         raise IllegalTransitionError(adapter, state, trigger)
     return target
+
+
+def diagram() -> str:
+    """Return the transitions as a Mermaid state diagram, in the table's order."""
+    names = {state: state.replace("-", "_") for state in STATES}
+    lines = ["stateDiagram-v2"]
+    lines += [f'    state "{state}" as {name}' for state, name in names.items()]
+    lines.append(f"    [*] --> {names[STATES[0]]}")
+    lines += [
+        f"    {names[source]} --> {names[target]}: {trigger}"
+        for source, row in TRANSITIONS.items()
+        for trigger, target in row.items()
+    ]
+    return "\n".join(lines)
+
+
+def steps_in_markdown() -> str:
+    """Return the steps as a table in Markdown: a row for each state, a column for each goal."""
+    rows = [("state \\ goal", *STATES), ("---",) * (len(STATES) + 1)]
+    rows += [(state, *STEPS[state]) for state in STATES]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,18 +1,12 @@
-"""The life cycle as one literal table: states, inputs and transitions."""
+"""The life cycle of an adapter as two literal tables: what it becomes, and what is done next.
 
-from typing import Final
+`TRANSITIONS` has the state after each input. `STEPS` has the step towards each goal. Every state
+has its row in both, and what a row does not list is illegal.
+"""
+
+from typing import Final, Literal
 
 from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
-
-# An input is called like the message that carries it.
-WEIGHTS_LOADED: Final = "WeightsLoaded"
-WEIGHTS_STAGED: Final = "WeightsStaged"
-WEIGHTS_UNSTAGED: Final = "WeightsUnstaged"
-WEIGHTS_DROPPED: Final = "WeightsDropped"
-SLOT_WRITTEN: Final = "SlotWritten"
-SLOT_RESET: Final = "SlotReset"
-ENGINE_LOST: Final = "EngineLost"
-ADAPTER_REMOVED: Final = "AdapterRemoved"
 
 STATES: Final[tuple[AdapterState, ...]] = (
     # The controller knows nothing, or a load has not succeeded yet. No memory.
@@ -33,20 +27,37 @@ STATES: Final[tuple[AdapterState, ...]] = (
 RESIDENCY_LEVEL: Final[dict[AdapterState, int]] = {s: level for level, s in enumerate(STATES)}
 """How much of an adapter is held: every step towards a goal follows this order up or down."""
 
-TRANSITIONS: Final[tuple[tuple[AdapterState, str, AdapterState], ...]] = (
-    (UNREGISTERED, WEIGHTS_LOADED, CPU_CACHED),
-    (UNREGISTERED, ADAPTER_REMOVED, UNREGISTERED),
-    (EVICTED, WEIGHTS_LOADED, CPU_CACHED),
-    (EVICTED, ADAPTER_REMOVED, UNREGISTERED),
-    (CPU_CACHED, WEIGHTS_STAGED, PINNED),
-    (CPU_CACHED, WEIGHTS_DROPPED, EVICTED),
-    (CPU_CACHED, ENGINE_LOST, EVICTED),
-    (PINNED, SLOT_WRITTEN, GPU_SLOT),
-    (PINNED, WEIGHTS_UNSTAGED, CPU_CACHED),
-    (PINNED, WEIGHTS_DROPPED, EVICTED),
-    (PINNED, ENGINE_LOST, EVICTED),
+# An input is called like the message that carries it.
+WEIGHTS_LOADED: Final = "WeightsLoaded"
+WEIGHTS_STAGED: Final = "WeightsStaged"
+WEIGHTS_UNSTAGED: Final = "WeightsUnstaged"
+WEIGHTS_DROPPED: Final = "WeightsDropped"
+SLOT_WRITTEN: Final = "SlotWritten"
+SLOT_RESET: Final = "SlotReset"
+ENGINE_LOST: Final = "EngineLost"
+ADAPTER_REMOVED: Final = "AdapterRemoved"
+
+# fmt: off
+TRANSITIONS: Final[dict[AdapterState, dict[str, AdapterState]]] = {
+    UNREGISTERED: {WEIGHTS_LOADED: CPU_CACHED, ADAPTER_REMOVED: UNREGISTERED},
+    EVICTED:      {WEIGHTS_LOADED: CPU_CACHED, ADAPTER_REMOVED: UNREGISTERED},
+    CPU_CACHED:   {WEIGHTS_STAGED: PINNED, WEIGHTS_DROPPED: EVICTED, ENGINE_LOST: EVICTED},
+    PINNED:       {SLOT_WRITTEN: GPU_SLOT, WEIGHTS_UNSTAGED: CPU_CACHED, WEIGHTS_DROPPED: EVICTED,
+                   ENGINE_LOST: EVICTED},
     # A slot is reset before its weights are dropped.
-    (GPU_SLOT, SLOT_RESET, PINNED),
-    (GPU_SLOT, ENGINE_LOST, EVICTED),
-)
-"""State, input, next state. Every pair that is not listed is illegal."""
+    GPU_SLOT:     {SLOT_RESET: PINNED, ENGINE_LOST: EVICTED},
+}
+"""State -> input -> next state: only a report or the loss of the engine changes a state."""
+
+Step = Literal["stay", "load", "stage", "write", "reset", "unstage", "drop", "forget"]
+
+STEPS: Final[dict[AdapterState, tuple[Step, Step, Step, Step, Step]]] = {
+    # Goal:        unregistered  evicted   cpu-cached  pinned   gpu-slot
+    UNREGISTERED: ("forget",    "forget", "load",     "load",  "load"),
+    EVICTED:      ("forget",    "stay",   "load",     "load",  "load"),
+    CPU_CACHED:   ("drop",      "drop",   "stay",     "stage", "stage"),
+    PINNED:       ("drop",      "drop",   "unstage",  "stay",  "write"),
+    GPU_SLOT:     ("reset",     "reset",  "reset",    "reset", "stay"),
+}
+"""State -> the next step towards each goal, in the order of `STATES`; every pair has one."""
+# fmt: on

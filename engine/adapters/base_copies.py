@@ -1,107 +1,74 @@
 """Copies of the base model's weights in an adapter's file: compared by value, never dropped unseen.
 
 PEFT saves embeddings and heads next to an adapter that touches them, and the base layers inside of
-its wrappers. Where the values are the base's, a copy has no effect. Where they are not, it is what
-the adapter was trained on, and the loader of PEFT writes it into the base model: the module, and
-every module that is tied to it, then has these weights for the rows of the adapter.
+its wrappers. If the values are the base's, a copy has no effect. If they are not, it is what the
+adapter was trained on, and the loader of PEFT writes it into the base model: the module, and every
+module that is tied to it, then has these weights for the rows of the adapter.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from loradock.engine.adapters.files.problems import Problems
-from loradock.engine.adapters.files.weights_file import (
-    NO_VISITORS,
-    ReadTensors,
-    Tensors,
-    Visitors,
-    Wanted,
-)
-from loradock.engine.adapters.output_vectors import OutputVector
+from loradock.engine.adapters.output_scales import OutputVector
 from loradock.engine.adapters.pairs import TensorPair
+from loradock.engine.adapters.problems import Problems
+from loradock.engine.adapters.target import AdapterTarget, BaseParameter
 from loradock.engine.adapters.tensor_names import CopiedParameter
+from loradock.engine.adapters.weights import ReadTensors, Tensors, value_range
 from loradock.engine.errors import AdapterDoesNotFit, NotFinite
-from loradock.engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape
-from loradock.engine.submatrix import WHOLE_TENSOR
+from loradock.engine.layout import SAVED_SUFFIX, ModuleKind
 
 _HALF_DTYPES: Final = {torch.float16, torch.bfloat16}
 _SMALLEST_HALF: Final = 2.0**-24
 """The smallest number of float16, to whose multiples its smallest values are rounded."""
 
-
-class HeldWeight(NamedTuple):
-    """A parameter of the base model, as far as this process has it.
-
-    `values`: whole rows, from `first_row` of the whole parameter on. `shape`: of all of it.
-    """
-
-    values: Tensor
-    shape: tuple[int, ...]
-    first_row: int = 0
-
-
-class CopyTarget(Protocol):
-    """The model that copies are compared with."""
-
-    @property
-    def modules(self) -> Mapping[str, ModuleShape]:
-        """Its module-slices by path."""
-        ...
-
-    @property
-    def tied(self) -> frozenset[str]:
-        """The modules that share the token embedding's weight, itself included."""
-        ...
-
-    @property
-    def has_parameter(self) -> Callable[[str], bool]:
-        """Whether it has a parameter."""
-        ...
-
-    @property
-    def held(self) -> Callable[[str, str], HeldWeight | None]:
-        """Returns a module's parameter; None where its values can't be read."""
-        ...
+_STEP_VALUES: Final = 1 << 19
+"""The values that are compared together, while they are in the processor's cache."""
 
 
 class BaseCopy(NamedTuple):
     """A tensor with the values of the base model's parameter, or with others in their place.
 
-    `held` None: the base's values can't be read here.
+    `base`: the parameter; None if its values can't be read here.
     """
 
     name: str
     parameter: CopiedParameter
-    held: HeldWeight | None
+    base: BaseParameter | None
 
 
 class Comparison:
-    """A visitor that compares a tensor with values that it should have.
+    """An inspector that compares a tensor with the base model's, and wants it if it differs.
 
     Values count as equal if they are after rounding to the coarser of both dtypes. float16 and
     bfloat16 both round what the other holds, so there the last digit of bfloat16 may differ.
     """
 
-    def __init__(self, held: HeldWeight) -> None:
-        row_size = math.prod(held.shape[1:])
-        self._expected = held.values.detach().reshape(-1)
-        self._first = held.first_row * row_size
-        self.differs = False
+    def __init__(self, base: BaseParameter | None) -> None:
+        self._base = base
+        self.differs = base is None
         self.is_finite = True
 
-    def __call__(self, values: Tensor, start: int) -> None:
-        """Compare the part of the values, flat from `start` on, that the other side has."""
-        wide = values.float() if values.dtype.itemsize == 1 else values
-        self.is_finite = self.is_finite and bool(torch.isfinite(wide).all())
-        low = max(start, self._first)
-        high = min(start + len(values), self._first + len(self._expected))
-        if low < high and not self.differs:
-            expected = self._expected[low - self._first : high - self._first].cpu()
-            self.differs = not _are_equal(values[low - start : high - start], expected)
+    def __call__(self, tensor: Tensor) -> bool:
+        """Compare the rows that this process has of the base's; without any, all differs."""
+        self.is_finite = bool(torch.tensor(value_range(tensor)).isfinite().all())
+        if self._base is not None:
+            values, _, first = self._base
+            self.differs = not are_equal(tensor[first : first + len(values)], values)
+        return self.differs
+
+
+def are_equal(found: Tensor, expected: Tensor) -> bool:
+    """Return whether tensors of one shape are equal within the rounding of their dtypes."""
+    steps = zip(
+        torch.split(found.detach().reshape(-1), _STEP_VALUES),
+        torch.split(expected.detach().reshape(-1), _STEP_VALUES),
+        strict=True,
+    )
+    return all(_are_equal(one.cpu(), other.cpu()) for one, other in steps)
 
 
 def _are_equal(found: Tensor, expected: Tensor) -> bool:
@@ -115,7 +82,10 @@ def _are_equal(found: Tensor, expected: Tensor) -> bool:
 
 
 def copies_of(
-    copies: Mapping[str, CopiedParameter], tensors: Tensors, model: CopyTarget, problems: Problems
+    copies: Mapping[str, CopiedParameter],
+    tensors: Tensors,
+    model: AdapterTarget,
+    problems: Problems,
 ) -> list[BaseCopy]:
     """Return the copies of parameters that the model has; add those of other shapes to `problems`.
 
@@ -125,25 +95,27 @@ def copies_of(
     for name, parameter in copies.items():
         if not model.has_parameter(".".join(parameter)):
             continue
-        held, tensor = model.held(*parameter), tensors[name]
-        if held is not None and list(tensor.shape) != list(held.shape):
+        base, tensor = model.base_parameter(*parameter), tensors[name]
+        if base is not None and list(tensor.shape) != list(base.shape):
             problems.add(
                 AdapterDoesNotFit,
-                f"{name} is {list(tensor.shape)}, this model's {list(held.shape)}; an adapter with "
+                f"{name} is {list(tensor.shape)}, this model's {list(base.shape)}; an adapter with "
                 "additional tokens is served on the model with these tokens alone",
             )
         elif not tensor.dtype.is_floating_point:
-            problems.add(AdapterDoesNotFit, f"{name} is {tensor.dtype}; a floating one is needed")
+            problems.add(
+                AdapterDoesNotFit, f"{name} must have a floating dtype, got {tensor.dtype}"
+            )
         else:
-            found.append(BaseCopy(name, parameter, held))
+            found.append(BaseCopy(name, parameter, base))
     return found
 
 
 class ChangedWeights(NamedTuple):
-    """What copies with other values than the base's mean for the adapter.
+    """The meaning of copies with other values than the base's.
 
-    `pairs`: the modules that it replaces. `same`: further tensors for one weight, by name, with the
-    name of the one in `pairs`.
+    `pairs`: the modules that the adapter replaces. `same`: further tensors for one weight, by name,
+    with the name of the tensor in `pairs`.
     """
 
     pairs: list[TensorPair]
@@ -155,7 +127,7 @@ def changed_weights(
     differing: Collection[str],
     pairs: Collection[TensorPair],
     vectors: Iterable[OutputVector],
-    model: CopyTarget,
+    model: AdapterTarget,
     problems: Problems,
 ) -> ChangedWeights:
     """Return the modules that have other weights because of the copies in `differing`.
@@ -192,68 +164,45 @@ def changed_weights(
     return changed
 
 
-def _is_weight_of(copy: BaseCopy, module: str, model: CopyTarget) -> bool:
+def _is_weight_of(copy: BaseCopy, module: str, model: AdapterTarget) -> bool:
     source, field = copy.parameter
     is_tied = source in model.tied and module in model.tied
     return field == "weight" and (source == module or is_tied)
 
 
 def comparisons_of(copies: Iterable[BaseCopy]) -> dict[str, Comparison]:
-    """Return the visitors that compare copies with the base model, by name."""
-    return {copy.name: Comparison(copy.held) for copy in copies if copy.held is not None}
+    """Return the inspectors that compare copies with the base model, by name."""
+    return {copy.name: Comparison(copy.base) for copy in copies}
 
 
-def differing_copies(
-    copies: Iterable[BaseCopy], comparisons: Mapping[str, Comparison], problems: Problems
-) -> set[str]:
+def differing_copies(comparisons: Mapping[str, Comparison], problems: Problems) -> set[str]:
     """Return the names of copies without the base's values, or for which that is not known.
 
     Adds copies with NaN or infinity to `problems`, also of modules that the adapter replaces.
     """
-    for name, one in comparisons.items():
-        if not one.is_finite:
+    for name, comparison in comparisons.items():
+        if not comparison.is_finite:
             problems.add(NotFinite, f"{name} contains NaN or infinity; every value must be finite")
-    return {
-        copy.name
-        for copy in copies
-        if copy.name not in comparisons or comparisons[copy.name].differs
-    }
+    return {name for name, comparison in comparisons.items() if comparison.differs}
 
 
-class Reader(Protocol):
-    """What reads the tensors of a file."""
-
-    def read(
-        self, wanted: Wanted, *, is_checked: bool = False, visitors: Visitors = NO_VISITORS
-    ) -> ReadTensors:
-        """Return the wanted parts, and visit others."""
-        ...
-
-
-def check_same(
-    same: Mapping[str, str], found: Mapping[str, Tensor], reader: Reader, problems: Problems
+def add_equal_copies(
+    copies: Iterable[BaseCopy], names: Collection[str], found: ReadTensors
 ) -> None:
-    """Add tensors that stand for the weight of another, which is in `found`, with other values."""
-    comparisons = {}
+    """Add the copies in `names` that have the base's values, and so were not read, to `found`."""
+    for name, _, base in copies:
+        if name in names and name not in found.tensors and base is not None:
+            found.tensors[name] = base.values.detach()
+            found.ranges[name] = value_range(found.tensors[name])
+
+
+def check_same(same: Mapping[str, str], found: Mapping[str, Tensor], problems: Problems) -> None:
+    """Add tensors that stand for the weight of another with other values; `found` has both."""
     for name, other in same.items():
         # A second name of a tied module stands for the weight of the module that it is tied to.
-        kept = found[same.get(other, other)]
-        comparisons[name] = Comparison(HeldWeight(kept, tuple(kept.shape)))
-    if comparisons:
-        reader.read({}, is_checked=True, visitors=comparisons)
-    for name, one in comparisons.items():
-        if one.differs:
+        if not are_equal(found[name], found[same.get(other, other)]):
             problems.add(
                 AdapterDoesNotFit,
-                f"{name} and {same[name]} are for one weight and differ; save the adapter again "
+                f"{name} and {other} are for one weight and differ; save the adapter again "
                 "with one of them",
             )
-
-
-def read_more(reader: Reader, pairs: Iterable[TensorPair], found: ReadTensors) -> None:
-    """Read the tensors of further pairs whole, and add them to `found`."""
-    names = {name for pair in pairs for name in pair.factors()} - found.tensors.keys()
-    if names:
-        more = reader.read(dict.fromkeys(sorted(names), WHOLE_TENSOR))
-        found.tensors.update(more.tensors)
-        found.ranges.update(more.ranges)

@@ -97,7 +97,7 @@ class PatternTable(Generic[V]):
 
 
 def _matches_plain(key: str, path: str) -> bool:
-    """Whether a key of letters, digits and dots (any character) is a dot-bounded suffix."""
+    """Return whether a key of letters, digits and dots (any character) is a dot-bounded suffix."""
     start = len(path) - len(key)
     if start < 0 or (start > 0 and path[start - 1] != "."):
         return False
@@ -134,7 +134,7 @@ class _Pattern:
         self._steps_per_way = 1 + len(key) // 8
 
     def matches(self, path: str) -> bool:
-        """Whether the key matches as PEFT defines it."""
+        """Return whether the key matches as PEFT defines it."""
         return self._regex.match(path) is not None
 
     def steps(self, path: str) -> int:

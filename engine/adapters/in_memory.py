@@ -1,26 +1,39 @@
-"""Check of an adapter that a program passes in memory, as thorough as that of files.
+"""Adapters that a program passes in memory, checked as thoroughly as those of files.
 
-The checked adapter shares its tensors with the caller until it is packed.
+A program may have loaded the adapter without a model. Then paths are those of its file, and experts
+are single modules. The checked adapter shares its tensors with the caller until it is packed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
-from loradock.engine.adapters.compatibility import EXCLUDED, AdapterTarget
-from loradock.engine.adapters.files.problems import Problems, shown
-from loradock.engine.adapters.files.weights_file import value_range
-from loradock.engine.adapters.finite_values import check_values
-from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_rank
+from loradock.engine.adapters.experts import (
+    PROJECTIONS,
+    SINGLE_EXPERT,
+    Experts,
+    known_experts,
+    renamed,
+)
+from loradock.engine.adapters.layer_weights import (
+    LoRALayerWeights,
+    PackedLoRALayerWeights,
+    highest_rank,
+    stack_experts,
+)
 from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
-from loradock.engine.adapters.module_weights import by_module
-from loradock.engine.adapters.pairs import TensorPair, check_rank_divisible
+from loradock.engine.adapters.matching import EXCLUDED
+from loradock.engine.adapters.pairs import TensorPair, check_rank_divisible, check_values
+from loradock.engine.adapters.problems import Problems, shown
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.adapters.targets import check_targets
+from loradock.engine.adapters.weights import value_range
 from loradock.engine.config import DEFAULT_BOUNDS
 from loradock.engine.errors import AdapterDoesNotFit
 from loradock.engine.layout import (
+    SAVED_SUFFIX,
     WHOLE,
     ModuleKind,
     ModuleShape,
@@ -31,6 +44,14 @@ from loradock.engine.layout import (
 
 _EXPERTS: Final = ModuleKind.EXPERTS
 
+K = TypeVar("K")
+
+Loras = Mapping[str, LoRALayerWeights | PackedLoRALayerWeights]
+"""An adapter's weights by module path; those of a packed layer may be under the layer's path."""
+
+HeadWeights = tuple[torch.Tensor, torch.Tensor]
+"""A head's weight `[out, in]` and bias `[out, 1]`."""
+
 
 def check_in_memory(
     model: LoRAModel,
@@ -39,7 +60,7 @@ def check_in_memory(
 ) -> LoadedAdapter:
     """Check an adapter in memory completely; `fingerprint` identifies this call's adapter.
 
-    `model` holds whole modules, also where this process keeps a part, and is not changed. Raises
+    `model` holds whole modules, also if this process keeps a part, and is not changed. Raises
     one `EngineError` for all problems: `AdapterDoesNotFit`, or `NotFinite` if all shapes fit.
     """
     modules = target.modules
@@ -49,9 +70,7 @@ def check_in_memory(
         loras = {name: _detached(lora, modules.get(name)) for name, lora in found.items()}
     _raise(model.id, problems)
     if model.is_3d_lora_weight and not any(one.kind is _EXPERTS for one in loras.values()):
-        problems.add(
-            AdapterDoesNotFit, "is_3d_lora_weight is True, and no module is an experts one"
-        )
+        problems.add(AdapterDoesNotFit, "is_3d_lora_weight is True, and no module has experts")
     if not loras:
         problems.add(AdapterDoesNotFit, "no module is touched")
     touched = [modules[name] for name in loras if name in modules]
@@ -101,9 +120,9 @@ def _check_fit(
 ) -> None:
     shape = target.modules.get(name)
     if shape is None:
-        where = EXCLUDED if target.excludes(name) else "not wrapped in this model"
-        where = f"{where}: {target.unwrapped[name]}" if name in target.unwrapped else where
-        problems.add(AdapterDoesNotFit, f"{shown(name)} is {where}")
+        why = EXCLUDED if target.excludes(name) else "not wrapped in this model"
+        why = f"{why}: {target.unwrapped[name]}" if name in target.unwrapped else why
+        problems.add(AdapterDoesNotFit, f"{shown(name)} is {why}")
         return
     is_tokens = shape.kind is ModuleKind.TOKENS
     rank_max = shape.out_features if is_tokens else target.lora_config.max_lora_rank
@@ -132,13 +151,13 @@ def _check_fit(
         if not tensor.dtype.is_floating_point:
             problems.add(
                 AdapterDoesNotFit,
-                f"{name}'s {letter} is {tensor.dtype}; a floating dtype is needed",
+                f"{name}'s {letter} must have a floating dtype, got {tensor.dtype}",
             )
         if tensor.is_meta or tensor.layout is not torch.strided:
             kind = f"{tensor.layout} on {tensor.device}"
             problems.add(
                 AdapterDoesNotFit,
-                f"{name}'s {letter} is {kind}; a dense tensor with values is needed",
+                f"{name}'s {letter} must be a dense tensor with values, got {kind}",
             )
     if not lora.scaling:
         problems.add(
@@ -155,8 +174,8 @@ def _check_token_ids(
     if not is_sorted or not 0 <= int(ids[0]) <= int(ids[-1]) < shape.out_features:
         problems.add(
             AdapterDoesNotFit,
-            f"{name} has token ids from {int(ids[0])} to {int(ids[-1])}; distinct ones in "
-            f"ascending order, below {shape.out_features}, are needed",
+            f"token ids of {name} must be distinct, ascending and below {shape.out_features}, got "
+            f"{int(ids[0])} to {int(ids[-1])}",
         )
 
 
@@ -181,3 +200,99 @@ def _check_values(
 def _raise(adapter_id: int, problems: Problems) -> None:
     if problems:
         raise problems.error().about(f"adapter {adapter_id}")
+
+
+def by_module(loras: Loras, target: AdapterTarget) -> dict[str, LoRALayerWeights]:
+    """Return the weights by this model's paths, with single experts stacked.
+
+    Paths that are none of this model's stay. Raises `AdapterDoesNotFit` for a path that means
+    several modules, two paths for one module, and incomplete stacks.
+    """
+    known, resolver = known_experts(target.modules.values()), target.path_resolver()
+    found: dict[str, LoRALayerWeights] = {}
+    singles: dict[str, dict[int, LoRALayerWeights]] = {}
+    for name, lora in _unpacked(loras):
+        if resolver.skips(f"{name}."):
+            continue
+        path = name if name in target.modules else resolver.locate(renamed(name, known))
+        if lora.kind is ModuleKind.HEAD and path + SAVED_SUFFIX in target.modules:
+            path += SAVED_SUFFIX
+        match = SINGLE_EXPERT.match(path)
+        experts = known.get(resolver.locate(match[1])) if match else None
+        if match is None or experts is None:
+            _add(found, path, lora)
+        else:
+            column = _column(experts, match[3])
+            _add(singles.setdefault(column.name, {}), int(match[2]), lora)
+    columns = {shape.name: shape for one in known.values() for shape in one.columns.values()}
+    return found | {name: _stacked(columns[name], of) for name, of in singles.items()}
+
+
+def _unpacked(loras: Loras) -> Iterator[tuple[str, LoRALayerWeights]]:
+    """Yield each module's weights; those that are packed under the names of their own modules."""
+    for name, lora in loras.items():
+        if isinstance(lora, LoRALayerWeights):
+            yield name, lora
+        else:
+            yield from ((child.module_name, child) for child in lora.loras if child)
+
+
+def _add(found: dict[K, LoRALayerWeights], key: K, lora: LoRALayerWeights) -> None:
+    other = found.setdefault(key, lora)
+    if other is not lora:
+        raise AdapterDoesNotFit(
+            f"{other.module_name} and {lora.module_name} are one module of this model"
+        )
+
+
+def _column(experts: Experts, projection: str) -> ModuleShape:
+    name = PROJECTIONS.get(projection, projection)
+    if name not in experts.columns:
+        raise AdapterDoesNotFit(
+            f"{experts.path} has no {projection}; its projections are {', '.join(experts.columns)}"
+        )
+    return experts.columns[name]
+
+
+def _stacked(column: ModuleShape, members: Mapping[int, LoRALayerWeights]) -> LoRALayerWeights:
+    """Return all experts of one projection as a stack: A [experts, rank, in]."""
+    missing = [expert for expert in range(column.experts) if expert not in members]
+    unknown = [expert for expert in members if expert >= column.experts]
+    if missing or unknown:
+        raise AdapterDoesNotFit(
+            f"{column.name} has adapters for {len(members)} experts, and this model has "
+            f"{column.experts}: missing {missing[:4]}, unknown {unknown[:4]}"
+        )
+    return stack_experts(column.name, [members[expert] for expert in range(column.experts)])
+
+
+def dummy_adapter(
+    lora_model_id: int, rank: int, modules: Sequence[ModuleShape], heads: Mapping[str, HeadWeights]
+) -> LoRAModel:
+    """Return an adapter of zeros with `rank` on every module, the largest of this rank.
+
+    An adapter's weights replace those of a head, so a head gets its own weights, from `heads`.
+    """
+    loras = {}
+    for shape in columns_of_one_adapter(modules):
+        if shape.kind is ModuleKind.HEAD:
+            own_rank, a, b = 1, *heads[shape.name]
+        else:
+            own_rank, (a, b) = rank, map(torch.zeros, whole_shapes(shape, rank))
+        loras[shape.name] = LoRALayerWeights(shape.name, own_rank, own_rank, a, b, kind=shape.kind)
+    return LoRAModel(lora_model_id, rank, loras)
+
+
+def warmup_rank(default: int, rank_max: int, group_size: int) -> int:
+    """Return `default` raised to a multiple of `group_size`; ValueError if over `rank_max`."""
+    if not 1 <= default <= rank_max:
+        raise ValueError(
+            f"the warm-up rank is {default}; 1 to {rank_max} (max_lora_rank) are allowed"
+        )
+    rank = -(-default // group_size) * group_size
+    if rank > rank_max:
+        raise ValueError(
+            f"fully sharded adapters need a rank that {group_size} divides; the next one from "
+            f"{default} is {rank}, and max_lora_rank is {rank_max}"
+        )
+    return rank

@@ -10,38 +10,32 @@ from typing import Any, Final
 
 import torch
 
-from loradock.engine.adapters.base_copies import (
-    Comparison,
-    Reader,
-    check_same,
-    comparisons_of,
-    differing_copies,
-    read_more,
-)
-from loradock.engine.adapters.compatibility import (
-    AdapterTarget,
+from loradock.engine.adapters.directory import open_adapter
+from loradock.engine.adapters.experts import MoEEPLoadSpec, expert_stacks, expert_submatrices
+from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_rank
+from loradock.engine.adapters.lora_request import tensorizer_directory
+from loradock.engine.adapters.matching import (
+    CopyComparisons,
     MatchedTensors,
     check_vocabulary,
     match_tensors,
+)
+from loradock.engine.adapters.output_scales import fold_vectors
+from loradock.engine.adapters.pairs import TensorPair, check_values
+from loradock.engine.adapters.peft_config import PEFTHelper
+from loradock.engine.adapters.problems import Problems
+from loradock.engine.adapters.target import (
+    AdapterTarget,
+    ModulePathResolver,
+    ReadBase,
+    rename_of,
+    suffixes,
     target_of,
 )
-from loradock.engine.adapters.expert_stacks import MoEEPLoadSpec, expert_stacks, expert_submatrices
-from loradock.engine.adapters.files.directory import open_adapter
-from loradock.engine.adapters.files.formats import open_weights
-from loradock.engine.adapters.files.problems import Problems
-from loradock.engine.adapters.files.weights_file import ReadTensors, TensorsInMemory, ValueRange
-from loradock.engine.adapters.finite_values import check_values
-from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_rank
-from loradock.engine.adapters.lora_request import tensorizer_directory
-from loradock.engine.adapters.module_paths import ModulePathResolver, suffixes
-from loradock.engine.adapters.output_vectors import ReadBase, fold_vectors
-from loradock.engine.adapters.pairs import TensorPair
-from loradock.engine.adapters.peft_config import PEFTHelper
-from loradock.engine.adapters.weights_mapper import rename_of
+from loradock.engine.adapters.weights import ValueRange, open_weights, read_in_memory
 from loradock.engine.config import DEFAULT_BOUNDS
 from loradock.engine.errors import AdapterDoesNotFit
 from loradock.engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, token_digits
-from loradock.engine.submatrix import WHOLE_TENSOR, Submatrix
 
 _lora_ids: Final = count(1)
 
@@ -105,7 +99,7 @@ class LoRAModel:
         return self.loras.get(module_name)
 
     def check_lora_name(self, module_name: str) -> bool:
-        """Whether the adapter touches a module."""
+        """Return whether the adapter touches a module."""
         return module_name in self.loras
 
     @classmethod
@@ -137,11 +131,11 @@ class LoRAModel:
         matched = match_tensors(tensors, peft_helper, resolver, target, problems).for_experts()
         check_vocabulary(matched.pairs, tensors, model_vocab_size, problems)
         problems.raise_if_any()
-        reader, compared = TensorsInMemory(tensors), comparisons_of(matched.copies)
-        wanted = {name: WHOLE_TENSOR for pair in matched.stored() for name in pair.factors()}
-        found = reader.read(wanted, visitors=compared)
+        compared = CopyComparisons(matched)
+        wanted = {*matched.same, *(name for pair in matched.stored() for name in pair.factors())}
+        found = read_in_memory(tensors, wanted, compared.inspectors)
         if target is not None:
-            matched = settle(matched, compared, found, reader, target, problems)
+            matched = compared.settle(found, target, problems)
         placed = {name: tensor.to(device, dtype) for name, tensor in found.tensors.items()}
         parts = expert_submatrices(matched.experts).items()
         placed |= {name: part.select(placed[name]) for name, part in parts}
@@ -185,10 +179,10 @@ class LoRAModel:
             check_vocabulary(matched.pairs, reader.tensors, model_vocab_size, problems)
             problems.raise_if_any()
             matched = _without_remote(matched.for_experts(local_experts), moe_ep_spec)
-            compared = comparisons_of(matched.copies)
-            found = reader.read(_wanted(matched), visitors=compared)
+            compared = CopyComparisons(matched)
+            found = reader.read(matched.submatrices(), compared.inspectors)
             if target is not None:
-                matched = settle(matched, compared, found, reader, target, problems)
+                matched = compared.settle(found, target, problems)
             files.check_unchanged()
         placed = {name: tensor.to(device, dtype) for name, tensor in found.tensors.items()}
         return cls._checked(lora_model_id, matched, placed, found.ranges, dtype, target)
@@ -263,28 +257,6 @@ class LoadedAdapter:
     warnings: tuple[str, ...] = ()
 
 
-def settle(
-    matched: MatchedTensors,
-    compared: Mapping[str, Comparison],
-    found: ReadTensors,
-    reader: Reader,
-    model: AdapterTarget,
-    problems: Problems,
-) -> MatchedTensors:
-    """Return the tensors with the modules that changed copies of base weights replace.
-
-    `compared`: the visitors of the copies, which have seen all values. The weights of these modules
-    are added to `found`. Raises one error for all problems with copies.
-    """
-    differing = differing_copies(matched.copies, compared, problems)
-    matched = matched.with_changed(differing, model, problems)
-    problems.raise_if_any()
-    read_more(reader, matched.pairs, found)
-    check_same(matched.same, found.tensors, reader, problems)
-    problems.raise_if_any()
-    return matched
-
-
 def _resolver(
     target: AdapterTarget | None, weights_mapper: object, skip_prefixes: Iterable[str] | None
 ) -> ModulePathResolver:
@@ -318,12 +290,6 @@ def _without_remote(matched: MatchedTensors, spec: MoEEPLoadSpec | None) -> Matc
         one for one in matched.experts if one.expert is None or not spec.is_remote(one.pair.a)
     ]
     return replace(matched, pairs=pairs, experts=experts)
-
-
-def _wanted(matched: MatchedTensors) -> dict[str, Submatrix]:
-    pairs = [*matched.pairs, *(vector.pair for vector in matched.vectors)]
-    whole = {name: WHOLE_TENSOR for pair in pairs for name in pair.factors()}
-    return whole | expert_submatrices(matched.experts)
 
 
 def _weights(

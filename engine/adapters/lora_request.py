@@ -33,10 +33,10 @@ class LoRARequest:
             object.__setattr__(self, "lora_int_id", int(self.lora_int_id))
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise ValueError(
-                f"lora_int_id is {self.lora_int_id!r}; an integer of at least 1 is needed"
+                f"lora_int_id must be an integer of at least 1, got {self.lora_int_id!r}"
             )
         if not self.lora_name:
-            raise ValueError("lora_name is empty; a name is needed")
+            raise ValueError("lora_name must not be empty")
         if self.load_inplace and not self.lora_path:
             raise ValueError(f"load_inplace is True for {self.lora_name!r}; it needs a lora_path")
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+from loradock.engine.adapters.bounded_json import decode_object
 from loradock.engine.adapters.bounded_regex import PatternRefused, PatternTable
-from loradock.engine.adapters.files.bounded_json import decode_object
-from loradock.engine.adapters.files.directory import open_adapter
-from loradock.engine.adapters.files.problems import Problems, shown
+from loradock.engine.adapters.directory import open_adapter
 from loradock.engine.adapters.lora_request import tensorizer_directory
+from loradock.engine.adapters.problems import Problems, shown
 from loradock.engine.config import DEFAULT_BOUNDS, LORA_RANKS, AdapterBounds, LoRAConfig
 from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 
@@ -41,7 +41,7 @@ def _leaves_base(value: Any) -> bool:
 
 
 def _is_known_initialisation(value: Any) -> bool:
-    """Whether a value is one of PEFT's; those that change the base have a rule of their own."""
+    """Return whether PEFT has the value; those that change the base have a separate rule."""
     if isinstance(value, str):
         return value.lower() in HARMLESS_INITIALISATIONS or not _leaves_base(value)
     return value is None or isinstance(value, bool)
@@ -123,19 +123,19 @@ FIELD_RULES: Final = (
         "whether this initialisation changes the base weights is not known; those that do not are "
         f"true, false, {', '.join(HARMLESS_INITIALISATIONS)}",
     ),
-    FieldRule("layers_to_transform", _are_layers, "an integer or a list of integers is needed"),
-    FieldRule("layers_pattern", _is_name_or_names, "a name or a list of names is needed"),
-    FieldRule("exclude_modules", _is_name_or_names, "a pattern or a list of names is needed"),
+    FieldRule("layers_to_transform", _are_layers, "it must be an integer or a list of integers"),
+    FieldRule("layers_pattern", _is_name_or_names, "it must be a name or a list of names"),
+    FieldRule("exclude_modules", _is_name_or_names, "it must be a pattern or a list of names"),
     FieldRule(
         "modules_to_save",
         _are_names,
-        "a list of names is needed",
+        "it must be a list of names",
     ),
-    FieldRule("target_parameters", _are_names, "a list of names is needed"),
+    FieldRule("target_parameters", _are_names, "it must be a list of names"),
     FieldRule(
         "trainable_token_indices",
         _are_token_indices,
-        "distinct token ids are needed, as a list or as an object of lists by module",
+        "it must have distinct token ids, as a list or as an object of lists by module",
     ),
     FieldRule("use_qalora", _is_off, "QA-LoRA pools the inputs of A; convert it to plain LoRA"),
     FieldRule(
@@ -183,10 +183,10 @@ class PEFTHelper:
     `modules_to_save`: modules that the adapter replaces. `target_parameters`: adapted
     parameters, by path or its end. `base_model_name`: for error texts only. `token_indices`: the
     tokens of trained rows, by the end of an embedding's or head's path; a list alone has the empty
-    end, which every path has. `ensure_weight_tying`: what is saved for one of tied modules is for
-    all of them. A program that has no config file constructs one of `r`, `lora_alpha` and
+    end, which every path has. `ensure_weight_tying`: what is saved for a tied module is for all
+    modules of the tie. A program without a config file passes `r`, `lora_alpha` and
     `target_modules`; lists and dicts are taken as they are in a config. Raises
-    `AdapterConfigRefused` for a rank or an alpha that is none.
+    `AdapterConfigRefused` for a wrong rank or alpha.
     """
 
     r: int
@@ -290,12 +290,12 @@ class PEFTHelper:
 
     @property
     def has_exclusions(self) -> bool:
-        """Whether some targets may not be adapted."""
+        """True if some targets may not be adapted."""
         return bool(self.exclude_modules)
 
     @property
     def selects_by_names(self) -> bool:
-        """Whether names alone decide which modules are adapted, and no regular expression.
+        """True if names alone decide which modules are adapted, and no regular expression.
 
         A pattern is not evaluated: it could take any time.
         """
@@ -340,7 +340,7 @@ class PEFTHelper:
         return found.pop() if found else None
 
     def targets_parameter(self, path: str) -> bool:
-        """Whether the parameter at this path is adapted itself, rather than its linear layer."""
+        """Return whether the parameter at this path is adapted instead of its linear layer."""
         return any(path == one or path.endswith(f".{one}") for one in self.target_parameters)
 
     def key_of(self, module: str) -> str:
@@ -450,7 +450,7 @@ class _Fields:
         def table(value: Any) -> PatternTable[T]:
             count_max, length_max = self._bounds.patterns_max, self._bounds.pattern_characters_max
             if not isinstance(value, dict) or len(value) > count_max:
-                raise ValueError(f"an object of at most {count_max} patterns is needed")
+                raise ValueError(f"it must be an object of at most {count_max} patterns")
             if any(len(key) > length_max for key in value):
                 raise ValueError(f"patterns may have at most {length_max} characters")
             return PatternTable({key: read(one) for key, one in value.items()})
@@ -477,19 +477,19 @@ def _token_indices(value: Any) -> dict[str, tuple[int, ...]]:
 
 def _as_rank(value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise ValueError("an integer of at least 1 is needed")
+        raise ValueError("it must be an integer of at least 1")
     return value
 
 
 def _as_alpha(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(float(value)) or not value:
-        raise ValueError("a finite number other than 0 is needed")
+        raise ValueError("it must be a finite number other than 0")
     return float(value)
 
 
 def _as_bool(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError("true or false is needed")
+        raise ValueError("it must be true or false")
     return value
 
 
@@ -498,7 +498,7 @@ def _as_targets(value: Any) -> tuple[str, ...] | str:
         return value
     if isinstance(value, list) and value and all(isinstance(one, str) and one for one in value):
         return tuple(value)
-    raise ValueError("a list of module names or one pattern is needed, and it must not be empty")
+    raise ValueError("it must be a non-empty list of module names, or a pattern")
 
 
 def _value_for(module: str, field: str, table: PatternTable[T], default: T) -> T:

@@ -1,30 +1,70 @@
 """The reader of adapters: from untrusted files to weights that fit this model.
 
-Everything is checked before anything is kept, and all problems are reported in one error.
+The way: open, config, header, names, shapes, values, adapter. Everything is checked before anything
+is kept, and all problems are reported in one error.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
+from typing import Final
 
-from loradock.engine.adapters.base_copies import comparisons_of
-from loradock.engine.adapters.checked_files import CheckedFiles
-from loradock.engine.adapters.compatibility import (
-    AdapterTarget,
+from loradock.engine.adapters.directory import AdapterFiles, open_adapter
+from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
+from loradock.engine.adapters.matching import (
+    CopyComparisons,
     check_expert_format,
     check_names,
     match_tensors,
 )
-from loradock.engine.adapters.files.directory import AdapterFiles, open_adapter
-from loradock.engine.adapters.files.formats import open_weights
-from loradock.engine.adapters.files.problems import Problems, shown
-from loradock.engine.adapters.finite_values import check_values
-from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel, settle
+from loradock.engine.adapters.pairs import check_values
 from loradock.engine.adapters.peft_config import PEFTHelper, decode_config
+from loradock.engine.adapters.problems import Problems, shown
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.adapters.tensor_names import sort_names
+from loradock.engine.adapters.weights import open_weights
 from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
 from loradock.engine.errors import AdapterNotFound, EngineError, bounded_details
 from loradock.engine.layout import blob_bytes
+
+KNOWN_BYTES_MIN: Final = 64 << 20
+"""The size of weights from which their fingerprint is remembered.
+
+A file system counts changes in ticks of some milliseconds. Checking this many bytes takes longer
+than a tick, so no change after the check can have the time of a change before it.
+"""
+
+_FILES_MAX: Final = 1024
+
+_Identity = tuple[tuple[int, ...], ...]
+
+
+class KnownFiles:
+    """The fingerprints of large files whose values were checked, by the files' identity.
+
+    While they are unchanged, a reload after an eviction reads them without digest and value ranges.
+    Threads may use it at the same time.
+    """
+
+    def __init__(self, bytes_min: int = KNOWN_BYTES_MIN) -> None:
+        self._bytes_min = bytes_min
+        self._lock = Lock()
+        self._fingerprints: OrderedDict[_Identity, str] = OrderedDict()
+
+    def fingerprint_of(self, files: AdapterFiles) -> str | None:
+        """Return the fingerprint of files that have not changed since they were checked."""
+        with self._lock:
+            return self._fingerprints.get(files.identity)
+
+    def add(self, files: AdapterFiles, fingerprint: str) -> None:
+        """Remember files that were checked, if they are large; a follower has no fingerprint."""
+        if fingerprint and files.weights_bytes >= self._bytes_min:
+            with self._lock:
+                self._fingerprints[files.identity] = fingerprint
+                if len(self._fingerprints) > _FILES_MAX:
+                    self._fingerprints.popitem(last=False)
 
 
 def read_adapter(  # noqa: PLR0913 - each is needed for reading
@@ -37,32 +77,29 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
     allow_pickled: bool = False,
     is_follower: bool = False,
     is_3d_lora_weight: bool = False,
-    checked: CheckedFiles | None = None,
-    is_check: bool = False,
+    known_files: KnownFiles | None = None,
+    compares_tokenizer: bool = True,
 ) -> LoadedAdapter:
     """Read the adapter at `path` (absolute, or relative to one of `roots`) and check it completely.
 
     For sharded modules only this process's part is kept. `adapter` is the name for error texts;
     `allow_pickled` is that of `open_adapter`. A follower reads and checks only its parts and
     computes no fingerprint, which the leader does. `is_3d_lora_weight`: expert tensors must be
-    fused; False: as in the file. Values are checked after everything else; those of files that
-    `checked` has seen for this model are not checked again. `is_check`: nothing is loaded yet, so
-    `checked` keeps what was read for the next call, which returns it if the files are unchanged.
+    fused; False: as in the file. Values are checked after everything else, except those of
+    `known_files`, whose fingerprint is known for this model.
     Raises one `EngineError` for all problems, of the first class among `AdapterConfigRefused`,
     `AdapterDoesNotFit` and `NotFinite`; also `PathNotAllowed`, `AdapterNotFound`,
     `HostOutOfMemory`, and `Conflict` for a file that changes while it is read.
     """
     try:
         with open_adapter(path, roots, allow_pickled=allow_pickled) as files:
-            if checked is not None and not is_check and (kept := checked.take(files)):
-                return kept
-            known = None if checked is None else checked.fingerprint_of(files)
+            known = None if known_files is None else known_files.fingerprint_of(files)
             loaded = _read(files, model, bounds, is_follower, is_3d_lora_weight, known)
-            if not is_follower and (is_check or checked is None):
+            if compares_tokenizer and not is_follower:
                 loaded = _with_tokenizer_checked(files, model, loaded)
             files.check_unchanged()
-            if checked is not None:
-                checked.remember(files, loaded, keeps=is_check)
+            if known_files is not None:
+                known_files.add(files, loaded.fingerprint)
             return loaded
     except EngineError as error:
         raise error.about(f"adapter {shown(adapter or path)}") from error
@@ -104,17 +141,18 @@ def _read(
         matched = match_tensors(reader.tensors, helper, model.path_resolver(), model, problems)
         check_expert_format(is_3d_lora_weight, matched)
     problems.raise_if_any()
-    wanted, compared = matched.submatrices(model.modules), comparisons_of(matched.copies)
-    if is_follower or known is not None:
-        is_checked, fingerprint = known is not None, known or ""
-        found = reader.read(wanted, is_checked=is_checked, visitors=compared)
-    else:
-        found, fingerprint = reader.read_all(wanted, config, compared)
-    matched = settle(matched, compared, found, reader, model, problems)
+    compared = CopyComparisons(matched)
+    found = reader.read(
+        matched.submatrices(model.modules),
+        compared.inspectors,
+        config if known is None and not is_follower else None,
+        measures=known is None,
+    )
+    matched = compared.settle(found, model, problems)
     dtype = model.lora_config.dtype
     # Experts of other ranks are checked by these.
-    kept = [pair for pair in matched.stored() if pair.a in found.ranges]
-    check_values(kept, found.ranges, dtype, problems)
+    measured = [pair for pair in matched.stored() if pair.a in found.ranges]
+    check_values(measured, found.ranges, dtype, problems)
     problems.raise_if_any()
     shards = {name: shape.shard for name, shape in model.modules.items()}
     lora_model = LoRAModel.from_matched(1, matched, found.tensors, shards, model.read_base)
@@ -123,7 +161,7 @@ def _read(
     host_bytes = lora_model.size_bytes
     stamp = f"{files.stamp} {host_bytes} {size_bytes}"
     return LoadedAdapter(
-        fingerprint,
+        known or found.fingerprint,
         lora_model,
         lora_model.rank,
         host_bytes,

@@ -12,8 +12,8 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from loradock.engine.adapters.files.directory import AdapterFiles, OpenFile
-from loradock.engine.adapters.files.problems import listed, shown
+from loradock.engine.adapters.directory import AdapterFiles, OpenFile
+from loradock.engine.adapters.problems import listed, shown
 from loradock.engine.errors import EngineError
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -29,7 +29,7 @@ VALUES_MAX: Final = 4_000_000
 _CONTENTS_MAX: Final = 64
 
 Vocabulary = Mapping[str, int]
-"""The id of each token, added ones included."""
+"""The id of each token, added tokens included."""
 
 
 class _AddedToken(Struct):
@@ -56,7 +56,7 @@ class _Tokens(Struct):
 
 
 class BaseTokenizer:
-    """The base model's tokens, with which those of adapters are compared.
+    """The base model's tokens, with which adapters' tokens are compared.
 
     `read_vocabulary` returns them, None if they are not known; it is called once. `rows`: the rows
     of the token embedding, 0 if unknown. Threads may use it at the same time.

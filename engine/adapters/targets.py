@@ -3,16 +3,16 @@
 PEFT adapts every module whose path is, or ends in, one of `target_modules`, unless another field
 leaves it out, and every parameter that `target_parameters` names in the same way. A file without
 tensors for one of the names is refused. A file without tensors for some of a name's layers is
-served with a warning: it may be one part of several, and may as well be all that was trained.
+served with a warning: it can be a part of several, or all that was trained.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
-from loradock.engine.adapters.files.problems import Problems, shown
-from loradock.engine.adapters.module_paths import suffixes
 from loradock.engine.adapters.peft_config import PEFTHelper
+from loradock.engine.adapters.problems import Problems, shown
+from loradock.engine.adapters.target import AdapterTarget, suffixes
 from loradock.engine.errors import AdapterDoesNotFit, bounded_details
 from loradock.engine.layout import ModuleKind, ModuleShape
 
@@ -21,25 +21,6 @@ _NAMES_MAX: Final = 4
 
 _IN_LAYER: Final = re.compile(r"(.*?)\.(\d+)\.(.+)\Z")
 """A path's list of layers, its layer and the module in it."""
-
-
-class TargetedModel(Protocol):
-    """The model that targets are found in."""
-
-    @property
-    def modules(self) -> Mapping[str, ModuleShape]:
-        """Its module-slices by path."""
-        ...
-
-    @property
-    def image_layers(self) -> frozenset[str]:
-        """The paths of tower and connector."""
-        ...
-
-    @property
-    def has_parameter(self) -> Callable[[str], bool]:
-        """Whether a parameter's path is, or ends in, a name."""
-        ...
 
 
 class _Target(NamedTuple):
@@ -57,7 +38,7 @@ class _Target(NamedTuple):
 def check_targets(
     touched: Collection[str],
     helper: PEFTHelper,
-    model: TargetedModel,
+    model: AdapterTarget,
     problems: Problems,
     *,
     has_single_experts: bool = False,
@@ -65,7 +46,7 @@ def check_targets(
     """Add targets without any tensor to `problems`; return warnings about layers without tensors.
 
     `touched`: every module-slice that the file has tensors for. `has_single_experts`: it has
-    tensors per expert. Without them, a name in `target_modules` need not mean experts: where their
+    tensors per expert. Without them, a name in `target_modules` need not mean experts: if their
     weights are fused, PEFT adapts them by `target_parameters` alone.
     """
     parameters = list(_targeted_parameters(touched, helper, model))
@@ -83,7 +64,7 @@ def check_targets(
 
 
 def _targeted_modules(
-    touched: Collection[str], helper: PEFTHelper, model: TargetedModel
+    touched: Collection[str], helper: PEFTHelper, model: AdapterTarget
 ) -> Iterator[_Target]:
     """Yield each module that `target_modules` names; none if patterns decide, which are not run."""
     if isinstance(helper.target_modules, str) or not helper.selects_by_names:
@@ -104,7 +85,7 @@ def _targeted_modules(
 
 
 def _targeted_parameters(
-    touched: Collection[str], helper: PEFTHelper, model: TargetedModel
+    touched: Collection[str], helper: PEFTHelper, model: AdapterTarget
 ) -> Iterator[_Target]:
     """Yield each parameter that `target_parameters` names, once per slice."""
     names = frozenset(helper.target_parameters)
@@ -117,7 +98,7 @@ def _targeted_parameters(
             yield _Target(path, name, path in adapted, shape.kind is ModuleKind.EXPERTS)
 
 
-def _candidates(touched: Collection[str], model: TargetedModel) -> Iterator[ModuleShape]:
+def _candidates(touched: Collection[str], model: AdapterTarget) -> Iterator[ModuleShape]:
     """Yield the slices that may be targets.
 
     An adapter that touches no image layer was trained on a text model, so layers of a tower with
@@ -131,7 +112,7 @@ def _candidates(touched: Collection[str], model: TargetedModel) -> Iterator[Modu
 
 
 def _is_excluded(helper: PEFTHelper, path: str) -> bool:
-    """Whether a module is excluded, or within one that is saved whole."""
+    """Return whether a module is excluded, or within a module that is saved whole."""
     if not suffixes([path]).isdisjoint(helper.exclude_modules):
         return True
     parts = path.split(".")
@@ -147,7 +128,7 @@ def _is_in_chosen_layer(helper: PEFTHelper, path: str) -> bool:
 def layer_of(path: str, lists: Sequence[str]) -> int | None:
     """Return the index of the layer that a module is in; None for a module outside the layers.
 
-    `lists`: names of lists of layers, of which the first one in the path counts. Without any, the
+    `lists`: names of lists of layers, of which the first in the path counts. Without any, the
     first number counts that has two names or more before it.
     """
     parts = path.split(".")
@@ -161,7 +142,7 @@ def layer_of(path: str, lists: Sequence[str]) -> int | None:
 
 
 def _check_parameters(
-    targets: Collection[_Target], helper: PEFTHelper, model: TargetedModel, problems: Problems
+    targets: Collection[_Target], helper: PEFTHelper, model: AdapterTarget, problems: Problems
 ) -> None:
     """Add parameters of this model that the file has no tensors for at all."""
     found = {one.name for one in targets}

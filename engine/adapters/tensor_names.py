@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from loradock.engine.adapters.module_paths import ModulePathResolver
+from loradock.engine.adapters.target import ModulePathResolver
 from loradock.engine.layout import ModuleKind
 
 PREFIX: Final = "base_model.model."
@@ -55,7 +55,7 @@ _TOKENS: Final = re.compile(r"(.+?)(?:\.token_adapter)?\.trainable_tokens_delta\
 _COPY: Final = re.compile(
     r"(.+?)((?:\.(?:base_layer|original_module|token_adapter))*)\.(weight|bias)\Z"
 )
-"""Names of base weights in PEFT's model, where wrappers have them under names of their own."""
+"""Names of base weights in PEFT's model, whose wrappers have them under other names."""
 _UNSERVED: Final = {
     ".lora_magnitude_vector.weight": "use_dora is off in the config",
     ".lora_magnitude_vector": "use_dora is off in the config",
@@ -69,7 +69,7 @@ _UNSERVED: Final = {
 class PairNames:
     """The names of one module's A and B; `source` is the module's path in the checkpoint.
 
-    For a saved head `a` is the weight and `b` the bias, for trained tokens `a` their rows.
+    For a replaced module `a` is the weight and `b` the bias, for trained tokens `a` their rows.
     """
 
     source: str
@@ -150,7 +150,7 @@ def _parsed(path: str, saved_modules: Collection[str]) -> _ParsedName | CopiedPa
     if copied is None:
         return None
     found = CopiedParameter(copied[1], copied[3])
-    return found if copied[2] else _as_head(path, saved_modules) or _as_embedding(found)
+    return found if copied[2] else _as_replaced(path, saved_modules) or _as_embedding(found)
 
 
 def _as_tokens(path: str) -> _ParsedName | None:
@@ -158,7 +158,7 @@ def _as_tokens(path: str) -> _ParsedName | None:
     return None if match is None else _ParsedName(match[1], ModuleKind.TOKENS, "a")
 
 
-def _as_head(path: str, saved_modules: Collection[str]) -> _ParsedName | None:
+def _as_replaced(path: str, saved_modules: Collection[str]) -> _ParsedName | None:
     match = _SAVED.match(path)
     if match is None:
         return None
@@ -168,12 +168,12 @@ def _as_head(path: str, saved_modules: Collection[str]) -> _ParsedName | None:
 
 
 def _as_embedding(found: CopiedParameter) -> CopiedParameter | None:
-    """Return the parameter if it is one of those that PEFT also copies under their own names."""
+    """Return the parameter if PEFT also copies it under its own name."""
     return found if found.source.rpartition(".")[2] in EMBEDDING_NAMES else None
 
 
 def is_within(module: str, saved: str) -> bool:
-    """Whether a module is, or is inside of, one that PEFT saves under a name: the path's end."""
+    """Return whether PEFT saves a module, or what it is inside of, under this end of a path."""
     ends = [index for index, letter in enumerate(module) if letter == "."]
     return any(module[:end].endswith(saved) for end in (*ends, len(module)))
 

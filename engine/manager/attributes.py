@@ -1,24 +1,99 @@
-"""The attributes of a manager: what it was made for, what it wraps, and its counts, for reading."""
+"""The attributes of a manager and its metrics, for reading. A call that fails is not counted."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
 from loradock.engine.kernels import DEFAULTS
 from loradock.engine.layers import BaseLayerWithLoRA
 from loradock.engine.layers.experts import ExpertsWithLoRA
-from loradock.engine.manager.metrics import MEBIBYTE, ManagerMetrics
+from loradock.engine.memory import allocated_bytes
 from loradock.engine.models.vision.mapping import IMAGE_PARTS
 from loradock.engine.punica.mapping import LoRAMapping, MappingType
 from loradock.engine.punica.wrapper import PunicaWrapper
-from loradock.engine.residency.device_memory import allocated_bytes
 from loradock.messages.ids import GPU_SLOT
 
 if TYPE_CHECKING:
     from loradock.controller.core.in_process import InProcessController
     from loradock.engine.config import LoRAConfig
     from loradock.engine.manager.in_process_engine import InProcessEngine
+
+MEBIBYTE: Final = 1 << 20
+"""The bytes of a MiB."""
+
+Clock = Callable[[], float]
+"""A monotonic clock, in seconds."""
+
+
+@dataclass
+class Durations:
+    """The number of calls, and their durations: the sum, the longest and the last."""
+
+    count: int = 0
+    total_s: float = 0.0
+    longest_s: float = 0.0
+    last_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Record one call."""
+        self.count += 1
+        self.total_s += seconds
+        self.longest_s = max(self.longest_s, seconds)
+        self.last_s = seconds
+
+    @property
+    def average_s(self) -> float:
+        """The average duration; 0 before the first call."""
+        return self.total_s / self.count if self.count else 0.0
+
+    @contextmanager
+    def measure(self, clock: Clock) -> Iterator[None]:
+        """Record the duration of the block, unless it raises."""
+        start = clock()
+        yield
+        self.add(clock() - start)
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the durations as `get_lora_metrics` reports them."""
+        return {
+            "count": self.count,
+            "seconds": self.total_s,
+            "longest_seconds": self.longest_s,
+            "last_seconds": self.last_s,
+        }
+
+
+@dataclass
+class ManagerMetrics:
+    """The counters of one manager.
+
+    `hits`: an adapter was in a slot when it was used; `misses`: it was not. `evictions`: adapters
+    that the policy moved out of a slot or off the host. `switches`: of the active set. `loads`:
+    adapters read from files.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    activations: Durations = field(default_factory=Durations)
+    switches: Durations = field(default_factory=Durations)
+    loads: Durations = field(default_factory=Durations)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the counters as `get_lora_metrics` reports them."""
+        return {
+            "avg_activation_time": self.activations.average_s,
+            "avg_switching_time": self.switches.average_s,
+            "activations": self.activations.as_dict(),
+            "switches": self.switches.as_dict(),
+            "loads": self.loads.as_dict(),
+            "hits": self.hits,
+            "misses": self.misses,
+            "evictions": self.evictions,
+        }
 
 
 class ManagerAttributes:
@@ -116,17 +191,17 @@ class ManagerAttributes:
 
     @property
     def is_pooling_model(self) -> bool:
-        """Whether the model embeds or classifies."""
+        """True if the model embeds or classifies."""
         return self._engine.is_pooling_model
 
     @property
     def supports_mm(self) -> bool:
-        """Whether the model reads images."""
+        """True if the model reads images."""
         return self._engine.has_image_part
 
     @property
     def supports_tower_connector_lora(self) -> bool:
-        """Whether adapters apply to the layers that read images."""
+        """True if adapters apply to the layers that read images."""
         return any(part in self._engine.punica_wrappers for part in IMAGE_PARTS)
 
     def get_lora_metrics(self) -> dict[str, Any]:

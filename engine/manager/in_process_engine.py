@@ -10,15 +10,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from loradock.engine.adapters.dummy import HeadWeights
+from loradock.engine.adapters.in_memory import HeadWeights
 from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import NotResident, UnknownAdapter
 from loradock.engine.jobs import InlineJobs
 from loradock.engine.layers import ClassificationHeadWithLoRA
 from loradock.engine.layout import ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
-from loradock.engine.manager.model_checks import check_kind, check_model
-from loradock.engine.manager.uncompiled import keep_uncompiled
+from loradock.engine.manager.model_checks import check_kind, check_model, keep_uncompiled
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.loading import prepare_loaded
 from loradock.engine.models.pooling_model import PoolingModel
@@ -86,7 +85,7 @@ class InProcessEngine:
 
     @property
     def heads(self) -> dict[str, HeadWeights]:
-        """The base weights of every classification head, used where an adapter contains none."""
+        """The base weights of every classification head, used if an adapter contains none."""
         return {
             name: layer.base_head()
             for name, layer in self.layers.items()
@@ -169,6 +168,11 @@ class InProcessEngine:
                 # A layer that is called directly bypasses the hooks; then it uses no adapter.
                 nothing = LoRAMapping([], [], type=part)
                 punica.update_metadata(nothing, self.lora_index_to_id)
+
+    def forget_source(self, name: str) -> None:
+        """Forget a checked adapter that commands could load, also if no load has taken it."""
+        del self.sources[name]
+        self.residency.checked.clear()
 
     def close(self) -> None:
         """Wait for running copies, and end their thread."""

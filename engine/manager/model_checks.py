@@ -1,10 +1,15 @@
-"""Checks of a model that a program passes to a manager, before anything of it changes.
+"""The model that a program passes to a manager: checks before anything of it changes, and hooks.
 
 The layers that the program's model calls are replaced, so it must be the model itself, and not
-something that was made of it.
+something that was made of it. A program may compile the wrapped model. A layer reads the batch's
+mapping and views of the arena, which change between two calls: a graph of them would be compiled
+anew for each combination of adapters, and inductor does not compile them.
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,12 +17,13 @@ from torch.nn.parameter import is_lazy
 
 from loradock.engine.errors import ModelRefused
 from loradock.engine.layers import CONVOLUTION_WRAPPERS, WRAPPERS, BaseLayerWithLoRA, wrapper_of
+from loradock.engine.layers.packed import PackedSlice
 
 
 def check_kind(name: str, value: object, kind: type, instead: str = "") -> None:
     """Raise `TypeError` for an argument of another kind; `instead`: what to write for it."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} is a {type(value).__name__}; a {kind.__name__} is needed{instead}")
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}{instead}")
 
 
 def check_model(model: nn.Module) -> None:
@@ -63,3 +69,47 @@ def _reason(module: nn.Module) -> str:
     if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
         return "has adapters of PEFT; pass the base model, which PeftModel.unload() returns"
     return ""
+
+
+def keep_uncompiled(model: nn.Module) -> None:
+    """Let the graphs of a compiled model end before each wrapped layer, and continue after it."""
+    for layer in model.modules():
+        if isinstance(layer, BaseLayerWithLoRA | PackedSlice):
+            _end_graphs(layer)
+
+
+def _end_graphs(layer: nn.Module) -> None:
+    forward: Callable[..., Any] = layer.forward
+
+    @wraps(forward)
+    def call(*inputs: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _uncompiled(forward, *inputs, **options)
+        return forward(*inputs, **options)
+
+    layer.forward = call
+
+
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+    reason="layers with adapters read the batch's mapping; compile without fullgraph"
+)
+def _uncompiled(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    return forward(*inputs, **options)
+
+
+def warn_when_saved(model: nn.Module) -> None:
+    """Let `save_pretrained` of a wrapped model warn about the names that it saves."""
+    save = getattr(model, "save_pretrained", None)
+    if save is None:
+        return
+
+    def save_and_warn(*arguments: Any, **options: Any) -> Any:
+        warnings.warn(
+            "this model's layers are wrapped for LoRA, so its weights are saved under other names "
+            "(base_layer) and from_pretrained() does not find them; save the model before a "
+            "manager is made",
+            stacklevel=2,
+        )
+        return save(*arguments, **options)
+
+    model.save_pretrained = save_and_warn  # type: ignore[assignment]

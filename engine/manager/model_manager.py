@@ -24,27 +24,48 @@ from loradock.controller.core.context import Refusal
 from loradock.controller.core.in_process import InProcessController
 from loradock.controller.core.limits import Limits
 from loradock.controller.core.world import Adapter
-from loradock.engine.adapters.dummy import dummy_adapter, warmup_rank
-from loradock.engine.adapters.in_memory import check_in_memory
+from loradock.engine.adapters.in_memory import check_in_memory, dummy_adapter, warmup_rank
 from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from loradock.engine.config import LoRAConfig
-from loradock.engine.errors import EngineError, NoFreeSlot, NoRoom
+from loradock.engine.errors import (
+    DeviceOutOfMemory,
+    EngineError,
+    NoFreeSlot,
+    NoRoom,
+    NotRegistered,
+    error_of,
+)
 from loradock.engine.layout import rank_parts_max
-from loradock.engine.manager.attributes import ManagerAttributes
+from loradock.engine.manager.attributes import Clock, ManagerAttributes, ManagerMetrics
 from loradock.engine.manager.in_process_engine import InProcessEngine
-from loradock.engine.manager.metrics import Clock, ManagerMetrics
-from loradock.engine.manager.model_checks import check_kind
-from loradock.engine.manager.refusals import batch_error, error_of_refusal
-from loradock.engine.manager.request_reader import ReadAdapter
+from loradock.engine.manager.model_checks import check_kind, warn_when_saved
 from loradock.engine.models.vision.encoder import ImageTensors
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.messages import events, requests
+from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import EVICTED, GPU_SLOT
 
 _log = structlog.get_logger()
 
 _UNBOUNDED: Final = 1 << 50
 """Host memory is bounded by the number of adapters (`max_cpu_loras`) instead of bytes."""
+
+_NO_HOST_PLACE: Final = "No free adapter slots"
+_NO_SLOT: Final = "No free lora slots"
+"""Beginnings that vLLM documents for the same causes, and that programs search for."""
+
+
+class ReadAdapter(LoRAModel):
+    """An adapter that was read from the files in `path` and checked against a manager's model.
+
+    Its weights are those of `loaded`, which for sharded modules are this process's part.
+    """
+
+    def __init__(self, adapter_id: int, loaded: LoadedAdapter, path: str) -> None:
+        model = loaded.model
+        super().__init__(adapter_id, model.rank, model.loras, model.is_3d_lora_weight)
+        self.loaded: Final = loaded
+        self.path: Final = path
 
 
 class LoRAModelManager(ManagerAttributes):
@@ -108,7 +129,7 @@ class LoRAModelManager(ManagerAttributes):
         self._core.attach(engine.inventory())
         # A second manager over the same layers is refused because of this.
         self.model.lora_manager = self
-        _warn_when_saved(self.model)
+        warn_when_saved(self.model)
 
     def add_adapter(self, adapter: LoRAModel) -> bool:
         """Check an adapter and copy it to the host; False if its id is on the host already.
@@ -146,7 +167,7 @@ class LoRAModelManager(ManagerAttributes):
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Remove an adapter from its slot, and end its hold; False if it is in none.
 
-        Warns where there is a hold to end.
+        Warns if there is a hold to end.
         """
         if not self.is_active(adapter_id):
             return False
@@ -214,12 +235,12 @@ class LoRAModelManager(ManagerAttributes):
         return None if adapter is None else self._engine.weights_of(adapter.id)
 
     def is_active(self, adapter_id: int) -> bool:
-        """Whether an adapter is in a slot."""
+        """Return whether an adapter is in a slot."""
         adapter = self.find(adapter_id)
         return adapter is not None and adapter.state == GPU_SLOT
 
     def is_pinned(self, adapter_id: int) -> bool:
-        """Whether an adapter is held."""
+        """Return whether an adapter is held."""
         adapter = self.find(adapter_id)
         return adapter is not None and adapter.held
 
@@ -289,7 +310,7 @@ class LoRAModelManager(ManagerAttributes):
             self.remove_adapter(adapter_id)
             raise
         finally:
-            del self._engine.sources[str(adapter_id)]
+            self._engine.forget_source(str(adapter_id))
 
     def activate_together(self, adapter_ids: Collection[int]) -> None:
         """Move adapters from the host into slots, without evicting any of them."""
@@ -308,7 +329,7 @@ class LoRAModelManager(ManagerAttributes):
         if shortage is not None:
             known = [size_bytes or 0 for size_bytes in sizes.values()]
             capacity_bytes = self._engine.residency.arena.capacity_bytes
-            raise batch_error(shortage, known, self.lora_slots, capacity_bytes)
+            raise _batch_error(shortage, known, self.lora_slots, capacity_bytes)
 
     def count_uses(self, adapter_ids: Iterable[int]) -> None:
         """Count for each adapter whether it is in a slot (a hit) or not (a miss)."""
@@ -318,7 +339,7 @@ class LoRAModelManager(ManagerAttributes):
             self.metrics.misses += not is_active
 
     def _request_slot(self, kind: type, adapter_id: int) -> None:
-        """Send a request for a slot of one adapter; raises `NoFreeSlot` where there is none."""
+        """Send a request for a slot of one adapter; raises `NoFreeSlot` if there is none."""
         try:
             self._request_for(kind, adapter_id)
         except NoRoom as error:
@@ -340,7 +361,7 @@ class LoRAModelManager(ManagerAttributes):
         except Refusal as refusal:
             # What was loaded for this request alone has left again, which is no eviction.
             undone.update(names)
-            raise error_of_refusal(refusal, self._core, kind, names) from None
+            raise _error_of_refusal(refusal, self._core, kind, names) from None
         finally:
             if kind not in (requests.DeactivateAdapter, requests.RemoveAdapter):
                 self.metrics.evictions += len(self._displaced.keys() - undone)
@@ -374,22 +395,40 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
 def _check_positive(sizes: Mapping[str, int]) -> None:
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
-def _warn_when_saved(model: nn.Module) -> None:
-    """Let `save_pretrained` of a wrapped model warn about the names that it saves."""
-    save = getattr(model, "save_pretrained", None)
-    if save is None:
-        return
+def _error_of_refusal(
+    refusal: Refusal, core: InProcessController, kind: type, names: Sequence[str]
+) -> EngineError:
+    """Return the error for a refused request of class `kind` about the adapters `names`."""
+    if refusal.code is ErrorCode.UNKNOWN_ADAPTER and kind is requests.HoldAdapter:
+        return NotRegistered(f"Pinning failed. LoRA {names[0]} is not registered. Add it first")
+    if refusal.code is not ErrorCode.NO_ROOM:
+        return error_of(refusal.code, refusal.message)
+    host = core.world.tiers["host"]
+    is_on_host = all(core.find(name) is not None for name in names)
+    is_for_host = kind is requests.StageAdapter or not is_on_host
+    missing = _NO_HOST_PLACE if is_for_host and host.count >= host.count_max else _NO_SLOT
+    return NoRoom(f"{missing}: {refusal.message}")
 
-    def save_and_warn(*arguments: Any, **options: Any) -> Any:
-        warnings.warn(
-            "this model's layers are wrapped for LoRA, so its weights are saved under other names "
-            "(base_layer) and from_pretrained() does not find them; save the model before a "
-            "manager is made",
-            stacklevel=2,
+
+def _batch_error(
+    shortage: str, sizes_bytes: Sequence[int], slots: int, device_bytes: int
+) -> EngineError:
+    """Return the error for a batch of adapters of these sizes, in `slots` slots of `device_bytes`.
+
+    `shortage` is the core's text.
+    """
+    largest = max(sizes_bytes, default=0)
+    if largest > device_bytes:
+        return DeviceOutOfMemory(
+            f"an adapter needs {largest} bytes of device memory, the arena has {device_bytes}; "
+            "raise device_bytes_max or serve a smaller adapter"
         )
-        return save(*arguments, **options)
-
-    model.save_pretrained = save_and_warn  # type: ignore[assignment]
+    if len(sizes_bytes) > slots:
+        return NoRoom(
+            f"{_NO_SLOT}: number of requested LoRAs ({len(sizes_bytes)}) is greater than the "
+            f"number of LoRA slots ({slots}); {shortage}"
+        )
+    return NoRoom(f"{_NO_SLOT}: {shortage}")

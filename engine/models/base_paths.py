@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from loradock.engine.adapters.base_copies import HeldWeight
+from loradock.engine.adapters.target import BaseParameter
 from loradock.engine.layers import BaseLayerWithLoRA
 from loradock.engine.layers.packed import PackedSlice
 from loradock.engine.layers.tensor_parallel import ParallelLinear, VocabParallelEmbedding
@@ -74,7 +74,7 @@ def _shares(weight: object, other: Tensor) -> bool:
     )
 
 
-def held_weight(module: nn.Module, field: str) -> HeldWeight | None:
+def held_weight(module: nn.Module, field: str) -> BaseParameter | None:
     """Return the part of a parameter that a layer, wrapped or not, has in this process.
 
     None for a quantised layer, and for a part that is not a range of rows.
@@ -88,17 +88,17 @@ def held_weight(module: nn.Module, field: str) -> HeldWeight | None:
     if isinstance(layer, ParallelLinear | VocabParallelEmbedding):
         return _held_by_rank(layer, field, values)
     is_part = isinstance(layer, PackedSlice) and not layer.is_whole
-    return None if is_part else HeldWeight(values, tuple(values.shape))
+    return None if is_part else BaseParameter(values, tuple(values.shape))
 
 
 def _held_by_rank(
     layer: ParallelLinear | VocabParallelEmbedding, field: str, values: Tensor
-) -> HeldWeight | None:
+) -> BaseParameter | None:
     shard = layer.shards.get(field, WHOLE_PARAMETER)
     if shard.dimension or shard.ranges is None or len(shard.ranges) != 1:
         return None
     whole = layer.num_embeddings if isinstance(layer, nn.Embedding) else _whole_rows(layer)
-    return HeldWeight(values, (whole, *values.shape[1:]), shard.ranges[0].start)
+    return BaseParameter(values, (whole, *values.shape[1:]), shard.ranges[0].start)
 
 
 def _whole_rows(layer: Any) -> int:

@@ -28,8 +28,7 @@ from loradock.engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrappe
 from loradock.engine.punica.side_stream import SideStream
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.residency.arena import Arena
-from loradock.engine.residency.collective_copier import CollectiveCopier
-from loradock.engine.residency.copier import copier_for
+from loradock.engine.residency.copier import CollectiveCopier, copier_for
 
 
 class BoundRuntime(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from loradock.engine.adapters.module_paths import Equivalence
+from loradock.engine.adapters.target import Equivalence
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import ModelRefused
 from loradock.engine.layers import (

@@ -12,11 +12,14 @@ from typing import Any, Final
 
 import torch
 
-from loradock.engine.adapters.base_copies import HeldWeight
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.module_paths import Equivalence, equivalences_of
-from loradock.engine.adapters.output_vectors import BaseWeights
 from loradock.engine.adapters.saved_tokenizer import BaseTokenizer, Vocabulary
+from loradock.engine.adapters.target import (
+    AdapterTarget,
+    BaseParameter,
+    BaseWeights,
+    Equivalence,
+    equivalences_of,
+)
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import ModelRefused
 from loradock.engine.layers import (
@@ -142,7 +145,7 @@ class ServedModel:
             tokenizer=BaseTokenizer(self._vocabulary, self.vocab_size),
             token_embedding=self._paths.token_embedding,
             tied=self._paths.tied,
-            held=self._held,
+            base_parameter=self._base_parameter,
             has_module=self._paths.has_module,
         )
 
@@ -161,7 +164,7 @@ class ServedModel:
         vocabulary: Vocabulary | None = None if tokenizer is None else tokenizer.get_vocab()
         return vocabulary
 
-    def _held(self, module: str, field: str) -> HeldWeight | None:
+    def _base_parameter(self, module: str, field: str) -> BaseParameter | None:
         """Return the rows of a module's parameter that this process has; None if unreadable."""
         return held_weight(self.model.get_submodule(module), field)
 

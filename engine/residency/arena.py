@@ -28,11 +28,10 @@ from loradock.engine.layout import (
     slice_elements,
     sorted_by_column,
 )
+from loradock.engine.memory import allocate_device
 from loradock.engine.parallel import RankLost
-from loradock.engine.residency.compaction import Compactor
 from loradock.engine.residency.copier import Copier, Copy, copier_for
-from loradock.engine.residency.device_memory import allocate_device
-from loradock.engine.residency.extents import Extents
+from loradock.engine.residency.extents import Compactor, Extents
 from loradock.engine.residency.staging import Blob
 
 
@@ -139,7 +138,7 @@ class Arena:
         self._writes[slot] = _Write(owner, generation, copy)
 
     def is_copied(self, slot: int) -> bool:
-        """Whether the copy of the slot's unfinished write has ended, or failed; never blocks."""
+        """Return whether the slot's unfinished write was copied, or failed; never blocks."""
         return self._write(slot).copy.is_done()
 
     def finish_write(self, slot: int) -> None:
@@ -209,12 +208,12 @@ class Arena:
         return self._matrices(start, rank, shape)
 
     def has_saved_layers(self, slot: int) -> bool:
-        """Whether the slot has optional slices: whole layers, scales and shifts, or token rows."""
+        """Return whether the slot has whole layers, scales and shifts, or token rows."""
         return bool((self.directory.host_offsets[slot, self._optional_columns] != ABSENT).any())
 
     @property
     def has_heads(self) -> bool:
-        """Whether any slot has a slice of kind HEAD or TOKENS; computed once per version."""
+        """True if any slot has a slice of kind HEAD or TOKENS; computed once per version."""
         if self._heads_version != self.directory.version:
             found = self.directory.host_offsets[:, self._head_columns] != ABSENT
             self._has_heads = bool(found.any())
@@ -222,7 +221,7 @@ class Arena:
         return self._has_heads
 
     def write_slice(self, slot: int, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Copy A and B of the module-slice at column `index` into an extent of their own.
+        """Copy A and B of the module-slice at column `index` into a separate extent.
 
         This is `set_lora` of a single layer: it returns after the copy, and replaces what the slot
         had there. `a` and `b` have the shapes of the module-slice's kind, with the scaling folded

@@ -28,7 +28,7 @@ from loradock.engine.errors import (
 from loradock.engine.jobs import Jobs
 from loradock.engine.layout import ModuleShape
 from loradock.engine.residency.arena import Arena
-from loradock.engine.residency.host_adapter import HostAdapter
+from loradock.engine.residency.host_adapters import CheckedAdapters, HostAdapter
 from loradock.engine.residency.staging import Blob, stage
 from loradock.messages import commands, reports
 from loradock.messages.errors import ErrorCode
@@ -89,6 +89,7 @@ class Residency:
         self.arena: Final = arena
         self.residents: Final[list[AdapterId | None]] = [None] * arena.slots_max
         self.host_adapters: Final[dict[AdapterId, HostAdapter]] = {}
+        self.checked: Final = CheckedAdapters()
         self._modules = modules
         self._read = read
         self._jobs = jobs
@@ -110,7 +111,7 @@ class Residency:
 
     @property
     def is_copying(self) -> bool:
-        """Whether a copy to the device is unfinished; only `collect` finishes it."""
+        """True if a copy to the device is unfinished; only `collect` finishes it."""
         return bool(self._copies)
 
     @property
@@ -124,8 +125,8 @@ class Residency:
         return None if adapter is None else adapter.source.fingerprint
 
     def host_use(self) -> tuple[int, int]:
-        """Return the bytes of adapters in pageable and in staged memory."""
-        pageable = staged = 0
+        """Return the bytes of adapters in pageable memory, checked or loaded, and in staged."""
+        pageable, staged = self.checked.size_bytes, 0
         for adapter in self.host_adapters.values():
             if adapter.is_staged:
                 staged += adapter.blob_bytes
@@ -172,9 +173,10 @@ class Residency:
         self.fail(op, error)
 
     def check_adapter(self, command: commands.CheckAdapter) -> None:
-        """Start to read and check an adapter, which stays unloaded."""
+        """Start to read and check an adapter; what was read waits for its load."""
 
         def checked(loaded: LoadedAdapter) -> reports.AdapterChecked:
+            self.checked.add(command, loaded)
             return reports.AdapterChecked(
                 command.op,
                 loaded.fingerprint,
@@ -187,7 +189,7 @@ class Residency:
         self._start(command.op, BASE_MODEL, partial(self._read_fitting, command), checked)
 
     def _read_fitting(self, command: commands.CheckAdapter) -> LoadedAdapter:
-        """Read an adapter; raises `DeviceOutOfMemory` for one that the empty arena has no room for.
+        """Read an adapter; raises `DeviceOutOfMemory` for one that is larger than the empty arena.
 
         A job, so only the arena's constant size is used.
         """
@@ -201,26 +203,26 @@ class Residency:
         return loaded
 
     def load_weights(self, command: commands.LoadWeights) -> None:
-        """Start to read and check an adapter, and keep it; L010 if its bytes changed."""
+        """Load what the adapter's check has read, or start to read and check it again.
+
+        Raises `Conflict` (L010) if the fingerprint is not the one that is named.
+        """
         if command.adapter_id in self.host_adapters or command.adapter_id == BASE_MODEL:
             raise Conflict(f"adapter {command.adapter_id} is loaded already; drop it first")
         self._require_no_operation(command.adapter_id)
+        checked = self.checked.take(command.adapter_id)
+        if checked is not None:
+            self._report(self._load(command, _with_fingerprint(checked, command)))
+            return
 
         def read() -> LoadedAdapter:
-            loaded = self._read(command)
-            # A follower has no fingerprint: rank 0 computes it, from the same files.
-            if loaded.fingerprint not in ("", command.fingerprint):
-                raise Conflict(
-                    f"the files of {command.adapter} have fingerprint {loaded.fingerprint}, those "
-                    f"that were checked had {command.fingerprint}; load them with replace"
-                )
-            return loaded
+            return _with_fingerprint(self._read(command), command)
 
-        def loaded(adapter: LoadedAdapter) -> reports.WeightsLoaded:
-            self.host_adapters[command.adapter_id] = HostAdapter.of(command, adapter)
-            return reports.WeightsLoaded(command.op)
+        self._start(command.op, command.adapter_id, read, partial(self._load, command))
 
-        self._start(command.op, command.adapter_id, read, loaded)
+    def _load(self, command: commands.LoadWeights, loaded: LoadedAdapter) -> reports.WeightsLoaded:
+        self.host_adapters[command.adapter_id] = HostAdapter.of(command, loaded)
+        return reports.WeightsLoaded(command.op)
 
     def stage_weights(self, command: commands.StageWeights) -> None:
         """Start to pack an adapter into one blob, which replaces its pageable form."""
@@ -328,3 +330,16 @@ class Residency:
         for op, in_flight_id in self._in_flight.items():
             if in_flight_id == adapter_id:
                 raise Conflict(f"operation {op} on adapter {adapter_id} has not ended; wait for it")
+
+
+def _with_fingerprint(loaded: LoadedAdapter, command: commands.LoadWeights) -> LoadedAdapter:
+    """Return the adapter if it has the fingerprint that a load names; else raise `Conflict`.
+
+    A follower has no fingerprint: rank 0 computes it, from the same files.
+    """
+    if loaded.fingerprint not in ("", command.fingerprint):
+        raise Conflict(
+            f"the files of {command.adapter} have fingerprint {loaded.fingerprint}, those that "
+            f"were checked had {command.fingerprint}; load them with replace"
+        )
+    return loaded

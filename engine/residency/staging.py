@@ -11,7 +11,6 @@ import torch
 
 from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_rank, scaled
 from loradock.engine.adapters.lora_model import LoRAModel
-from loradock.engine.host_memory import allocate_host
 from loradock.engine.layout import (
     ABSENT,
     ALIGNMENT_BYTES,
@@ -24,6 +23,7 @@ from loradock.engine.layout import (
     directory_entries,
     slice_elements,
 )
+from loradock.engine.memory import allocate_host
 
 __all__ = [
     "ABSENT",
@@ -42,7 +42,7 @@ __all__ = [
 class Blob:
     """A staged adapter: its data, and the offset in it of each module-slice.
 
-    `data`: 1-D, contiguous, on the host. `offsets`: [columns] int64, in elements, `ABSENT` where
+    `data`: 1-D, contiguous, on the host. `offsets`: [columns] int64, in elements, `ABSENT` if
     the adapter has nothing. `ranks`: [columns] int32, 0 there. The scaling is folded into B.
     """
 
@@ -57,7 +57,7 @@ class Blob:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the data is page-locked."""
+        """True if the data is page-locked."""
         return self.data.is_pinned()
 
     def to_pageable(self) -> "Blob":

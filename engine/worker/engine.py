@@ -8,22 +8,22 @@ applied only by `poll`; so nothing changes during a forward pass.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
 
-from loradock.engine.adapters.checked_files import CheckedFiles
 from loradock.engine.adapters.lora_model import LoadedAdapter
-from loradock.engine.adapters.reader import read_adapter
+from loradock.engine.adapters.reader import KnownFiles, read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import EngineError
 from loradock.engine.jobs import Jobs, ThreadedJobs
+from loradock.engine.memory import allocated_bytes
 from loradock.engine.models.binding import bind_lora, kernels_for
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.parallel import ParallelGroup
-from loradock.engine.residency.device_memory import allocated_bytes
 from loradock.engine.residency.residency import OperationJob, Residency
 from loradock.engine.serving.queue import SlotTable
 from loradock.engine.serving.scheduler import Scheduler, choose_scheduler
@@ -98,7 +98,7 @@ class Engine:
         self.engine_id: Final = engine_id
         self._config = config
         arena, punica, self._lora_config = bind_lora(model, lora_config, config.device_bytes_max)
-        self._checked_files = CheckedFiles()
+        self._known_files = KnownFiles()
         self._adapter_target = model.adapter_target(self._lora_config)
         group = self._group = model.group
         self._outbox: list[reports.Report] = []
@@ -151,9 +151,13 @@ class Engine:
             self._inference.step()
             self._meter.end_step(*self._running_and_waiting())
 
-    def poll(self) -> list[reports.Report]:
-        """Return the reports since the last call, in order."""
+    def poll(self, now_s: float | None = None) -> list[reports.Report]:
+        """Return the reports since the last call, in order.
+
+        `now_s`: rank 0's monotonic time, by which all ranks decide; None for this process's own.
+        """
         self.residency.collect()
+        self.residency.checked.expire(time.monotonic() if now_s is None else now_s)
         self._inference.collect()
         self._preemption.after_step()
         collected = self._outbox.copy()
@@ -257,8 +261,8 @@ class Engine:
             command.adapter,
             allow_pickled=self._config.allow_pickled_weights,
             is_follower=not self._group.is_leader,
-            checked=self._checked_files,
-            is_check=isinstance(command, commands.CheckAdapter),
+            known_files=self._known_files,
+            compares_tokenizer=isinstance(command, commands.CheckAdapter),
         )
 
 

@@ -6,6 +6,7 @@ rank is noticed. Ranks whose operations ended differently end the engine, whose 
 controller then records as lost.
 """
 
+import time
 import zlib
 from typing import Final
 
@@ -22,10 +23,14 @@ from loradock.messages.wire import COMMANDS
 
 
 class LockstepStep(Struct, frozen=True, array_like=True):
-    """What rank 0 broadcasts; `digest`: of the outcomes of its operations before this step."""
+    """What rank 0 broadcasts; `digest`: of the outcomes of its operations before this step.
+
+    `now_s`: its monotonic time, so that waits end in the same step on every rank.
+    """
 
     commands: list[bytes] = []
     digest: int = 0
+    now_s: float = 0.0
     is_last: bool = False
 
 
@@ -85,8 +90,9 @@ class Leader:
         """Run a step on all ranks; raises `RankLost` if one is gone."""
         commands, self._commands = self._commands, []
         frames = [COMMANDS.encode(command) for command in commands]
-        self._broadcast(LockstepStep(frames, self._digest.value))
-        self._reports += run_step(self._engine, commands, self._digest)
+        now_s = time.monotonic()
+        self._broadcast(LockstepStep(frames, self._digest.value, now_s))
+        self._reports += run_step(self._engine, commands, self._digest, now_s)
 
     def poll(self) -> list[Report]:
         """Return the reports since the last call, in order."""
@@ -126,16 +132,18 @@ def follow(engine: Engine, group: ParallelGroup) -> None:
             for message in messages
             if not isinstance(message, ControllerBeat | RequestInventory)
         ]
-        run_step(engine, commands, digest)
+        run_step(engine, commands, digest, step.now_s)
     engine.close()
 
 
-def run_step(engine: Engine, commands: list[EngineCommand], digest: OutcomeDigest) -> list[Report]:
-    """Run a step on this rank; return the reports of its engine."""
+def run_step(
+    engine: Engine, commands: list[EngineCommand], digest: OutcomeDigest, now_s: float
+) -> list[Report]:
+    """Run a step on this rank at rank 0's time; return the reports of its engine."""
     for command in commands:
         engine.submit(command)
     engine.step()
-    collected = engine.poll()
+    collected = engine.poll(now_s)
     for report in collected:
         digest.add(report)
     return collected

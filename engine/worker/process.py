@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import structlog
 import zmq
 
-from loradock.engine.adapters.files.directory import open_adapter
+from loradock.engine.adapters.directory import open_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import (
     AdapterNotFound,

@@ -18,7 +18,7 @@ from loradock.cli.exit_codes import CommandError, ExitCode
 from loradock.processes.key_files import public_key_path, read_public_key, write_key_pair, write_new
 
 if TYPE_CHECKING:
-    from loradock.controller.server.access.keys import AllowedKey, KeyStore
+    from loradock.controller.server.keys import AllowedKey, KeyStore
 
 app = typer.Typer()
 keys_app = typer.Typer(
@@ -57,7 +57,7 @@ def new(
     as_json: AsJson = False,
 ) -> None:
     """Make a key pair in FILE, and its public key in FILE.pub, which `keys allow` reads."""
-    from loradock.controller.server.access.keys import new_pair
+    from loradock.controller.server.keys import new_pair
 
     output = output_of(ctx, as_json)
     pair = new_pair()
@@ -86,7 +86,7 @@ def allow(
     as_json: AsJson = False,
 ) -> None:
     """Allow a public key; clients also need the server's own, whose file is printed."""
-    from loradock.controller.server.access.keys import AllowedKey
+    from loradock.controller.server.keys import AllowedKey
 
     store = _store(ctx)
     with _refused():
@@ -119,7 +119,7 @@ def list_keys(ctx: typer.Context, as_json: AsJson = False) -> None:
 @contextmanager
 def _refused() -> Iterator[None]:
     """End the command for a key that can't be allowed, or files that can't be used."""
-    from loradock.controller.server.access.directories import DirectoryRefused
+    from loradock.controller.server.keys import DirectoryRefused
 
     try:
         yield
@@ -128,7 +128,7 @@ def _refused() -> Iterator[None]:
 
 
 def _store(ctx: typer.Context) -> "KeyStore":
-    from loradock.controller.server.access.keys import KeyStore
+    from loradock.controller.server.keys import KeyStore
 
     return KeyStore(directory_of(ctx))
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from loradock.cli.pages.tables import FittingTable, field_table, safe
 from loradock.cli.serve_settings import LIMIT_OPTIONS
-from loradock.client.pooling import Classification, Embedding
+from loradock.client.calls import Classification, Embedding
 from loradock.client.streams import EventItem, Gap, Snapshot
 from loradock.controller.server.startup.sizes import format_size
 from loradock.messages.control import RequestsListed, SettingsShown, SlowListed

@@ -20,7 +20,7 @@ from loradock.cli.options.groups import with_option_groups
 from loradock.cli.serve_settings import HANG_SETTINGS, LIMITS, SERVER_SETTINGS
 from loradock.controller.core.limits import Limits
 from loradock.controller.server.config import EngineKind, ServeConfig, ServerConfig
-from loradock.controller.server.default_adapters import DefaultPaths, default_paths
+from loradock.controller.server.preloads import DefaultPaths, default_paths
 from loradock.controller.server.startup.config_file import ConfigFileError, read_config_file
 from loradock.gateway.options import GatewayOptions
 from loradock.messages.addresses import with_port_offset
@@ -232,7 +232,7 @@ def _preloads(options: Iterable[str]) -> tuple[tuple[str, str], ...]:
 def _check_start(config: ServeConfig, accept_changes: bool) -> None:
     """End the command for what can't be served, before any process is started."""
     from loradock.client.sockets import requests_endpoint
-    from loradock.controller.server.access.directories import (
+    from loradock.controller.server.keys import (
         DirectoryRefused,
         check_controller_directory,
     )

@@ -15,6 +15,8 @@ alternately; reading one also receives the chunks of the others.
 
 from typing import TYPE_CHECKING
 
+from loradock.client.arguments import ImageSource
+from loradock.client.calls import Classification, Embedding, Timing
 from loradock.client.errors import (
     ERRORS,
     AdapterConfigRefused,
@@ -37,16 +39,13 @@ from loradock.client.errors import (
     ServerStops,
     UnknownAdapter,
 )
-from loradock.client.images import ImageSource
-from loradock.client.pooling import Classification, Embedding
-from loradock.client.streams import Gap, Snapshot
+from loradock.client.streams import AsyncEventStream, Gap, Snapshot
 from loradock.messages.prompts import Structure
 
 if TYPE_CHECKING:
-    from loradock.client.async_client import AsyncClient, AsyncEventStream
-    from loradock.client.async_generation import AsyncGeneration
-    from loradock.client.calls import Timing
-    from loradock.client.sync_client import Client, EventStream, Generation
+    from loradock.client.async_client import AsyncClient
+    from loradock.client.client import Client, EventStream, Generation
+    from loradock.client.methods import AsyncGeneration
 
 __all__ = [
     "ERRORS",
@@ -90,16 +89,12 @@ def __getattr__(name: str) -> object:
 
     Raises AttributeError for any other name.
     """
-    if name in ("AsyncClient", "AsyncEventStream", "AsyncGeneration"):
-        from loradock.client import async_client  # noqa: PLC0415 - see above
+    if name == "AsyncClient":
+        from loradock.client.async_client import AsyncClient  # noqa: PLC0415 - see above
 
-        return getattr(async_client, name)
-    if name in ("Client", "EventStream", "Generation"):
-        from loradock.client import sync_client  # noqa: PLC0415 - see above
+        return AsyncClient
+    if name in ("AsyncGeneration", "Client", "EventStream", "Generation"):
+        from loradock.client import client  # noqa: PLC0415 - see above
 
-        return getattr(sync_client, name)
-    if name == "Timing":
-        from loradock.client.calls import Timing  # noqa: PLC0415 - see above
-
-        return Timing
+        return getattr(client, name)
     raise AttributeError(f"module 'loradock.client' has no attribute {name!r}")

@@ -1,18 +1,109 @@
-"""What is wrong with a request's arguments, in words, before a frame is sent.
+"""Arguments of requests: images and sampling parameters, and what is wrong with a value.
 
-The bounds are those of the message's fields; a value outside them is named with what is allowed.
+A value outside the bounds of its message's field is refused before a frame is sent, by its name
+and with what is allowed. A file of an image is read no further than the bounds of a request; the
+engine refuses files of other formats.
 """
 
+import os
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypedDict
 
 import msgspec
 from msgspec import inspect as types
 
 from loradock.client.errors import Malformed
 from loradock.messages.ids import NAME_PATTERN, REQUEST_PATTERN
-from loradock.messages.prompts import Sampling
+from loradock.messages.prompts import (
+    IMAGE_BYTES_MAX,
+    IMAGES_BYTES_MAX,
+    IMAGES_MAX,
+    IllustratedPrompt,
+    Image,
+    Inputs,
+    Prompt,
+    Sampling,
+    Structure,
+    TextPrompt,
+)
+
+ImageSource = bytes | str | os.PathLike[str]
+"""An image file's bytes, or its path on this machine."""
+
+_SOURCES: Final = (bytes, str, os.PathLike)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `loradock.messages.prompts.Sampling`, as keywords."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    stop: tuple[str, ...]
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    include_stop: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    n: int
+    structure: Structure | None
+    skip_special_tokens: bool
+
+
+def inputs_of(texts: str | Iterable[TextPrompt]) -> Inputs:
+    """Return the texts as a tuple; a single string is one text, not its characters."""
+    return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
+def with_images(prompt: TextPrompt, images: ImageSource | Iterable[ImageSource]) -> Prompt:
+    """Return the prompt with its images, or the prompt itself if there are none.
+
+    Raises `Malformed` for what a request can't hold, and `OSError` for a file that can't be read.
+    """
+    sources = (images,) if isinstance(images, _SOURCES) else tuple(images)
+    if not sources:
+        return prompt
+    if not isinstance(prompt, str):
+        raise Malformed(
+            "a prompt with images must be a string, which has a placeholder for each of them, got "
+            "token ids"
+        )
+    if len(sources) > IMAGES_MAX:
+        raise Malformed(f"a prompt must have at most {IMAGES_MAX} images, got {len(sources)}")
+    read, size = [], 0
+    for number, source in enumerate(sources, 1):
+        read.append(_image(f"image {number}", source))
+        size += len(read[-1])
+        if size > IMAGES_BYTES_MAX:
+            raise Malformed(
+                f"the images of a prompt must have at most {IMAGES_BYTES_MAX} bytes together, the "
+                f"first {number} have {size}"
+            )
+    return IllustratedPrompt(prompt, tuple(read))
+
+
+def _image(name: str, source: ImageSource) -> Image:
+    if not isinstance(source, _SOURCES):
+        raise Malformed(f"{name} must be bytes or a path, got a {type(source).__name__}")
+    if not isinstance(source, bytes):
+        name = f"{name}, {os.fspath(source)!r},"
+        with open(source, "rb") as file:
+            source = file.read(IMAGE_BYTES_MAX + 1)
+    if not source:
+        raise Malformed(f"{name} is empty")
+    if len(source) > IMAGE_BYTES_MAX:
+        raise Malformed(f"{name} must have at most {IMAGE_BYTES_MAX} bytes, and has more")
+    return source
+
 
 NAME_RULE: Final = (
     "use 1 to 128 of the characters A-Z a-z 0-9 . _ - and no two dots in a row; a directory with "
@@ -51,17 +142,13 @@ def _problems(struct: msgspec.Struct) -> Iterator[str]:
 
 def _problem(name: str, value: Any, kind: types.Type) -> Iterator[str]:
     """Yield why a value is not allowed; nothing for one that is."""
-    if isinstance(kind, types.UnionType) and not _matches(value, kind):
-        closest = [one for one in kind.types if _has_type(value, one)]
-        if not closest:
-            yield f"{_shown(name)} is {_text(value)}; {_type_rule(kind)} is needed"
-        else:
-            yield from _problem(name, value, closest[0])
-        return
     if isinstance(kind, types.UnionType):
-        return
+        closest = [one for one in kind.types if _has_type(value, one)]
+        if any(next(_problem(name, value, one), None) is None for one in closest):
+            return
+        kind = closest[0] if closest else kind
     if not _has_type(value, kind):
-        yield f"{_shown(name)} is {_text(value)}; {_type_rule(kind)} is needed"
+        yield f"{_shown(name)} must be {_type_rule(kind)}, got {_text(value)}"
         return
     yield from _out_of_bounds(name, value, kind)
     if isinstance(kind, types.VarTupleType):
@@ -76,15 +163,9 @@ def _item(name: str) -> str:
     return name if name.startswith("one of ") else f"one of {_shown(name)}"
 
 
-def _matches(value: Any, kind: types.UnionType) -> bool:
-    name = "value"
-    return any(
-        _has_type(value, one) and next(_problem(name, value, one), None) is None
-        for one in kind.types
-    )
-
-
 def _has_type(value: Any, kind: types.Type) -> bool:
+    if isinstance(kind, types.UnionType):
+        return any(_has_type(value, one) for one in kind.types)
     check = _IS_A.get(type(kind))
     return check is None or check(value)
 
@@ -107,9 +188,9 @@ _IS_A: Final[dict[type, Callable[[Any], bool]]] = {
 }
 
 _TYPE_RULES: Final[dict[type, str]] = {
-    types.IntType: "a whole number",
+    types.IntType: "an integer",
     types.FloatType: "a number",
-    types.StrType: "a text",
+    types.StrType: "a string",
     types.BoolType: "True or False",
     types.BytesType: "bytes",
     types.NoneType: "None",
@@ -127,12 +208,14 @@ def _type_rule(kind: types.Type) -> str:
 
 def _out_of_bounds(name: str, value: Any, kind: types.Type) -> Iterator[str]:
     if isinstance(kind, types.IntType | types.FloatType):
-        least, above, most, below = kind.ge, kind.gt, kind.le, kind.lt
-        is_low = (least is not None and value < least) or (above is not None and value <= above)
-        is_high = (most is not None and value > most) or (below is not None and value >= below)
+        low, above, high, below = kind.ge, kind.gt, kind.le, kind.lt
+        is_low = (low is not None and value < low) or (above is not None and value <= above)
+        is_high = (high is not None and value > high) or (below is not None and value >= below)
         # A comparison with NaN is false.
         if is_low or is_high or value != value:  # noqa: PLR0124
-            yield f"{_shown(name)} is {value}; {_range(least, above, most, below)}"
+            bounds = {"at least ": low, "above ": above, "at most ": high, "below ": below}
+            rules = [words + _number(n) for words, n in bounds.items() if n is not None]
+            yield f"{_shown(name)} must be {' and '.join(rules)}, got {value}"
     elif isinstance(kind, types.StrType):
         if kind.pattern is not None and not re.search(kind.pattern, value):
             rule = _PATTERN_RULES.get(kind.pattern, "it has another form")
@@ -142,21 +225,8 @@ def _out_of_bounds(name: str, value: Any, kind: types.Type) -> Iterator[str]:
         yield from _wrong_length(name, value, kind.min_length, kind.max_length, "values")
 
 
-def _range(
-    least: float | None, above: float | None, most: float | None, below: float | None
-) -> str:
-    if least is None and above is not None:
-        return f"it has to be above {_number(above)}" + _bound(" and at most", most)
-    low, high = _bound(" from", least), _bound(" to", most) or _bound(" below", below)
-    return f"it may be{low}{high}"
-
-
-def _bound(words: str, bound: float | None) -> str:
-    return "" if bound is None else f"{words} {_number(bound)}"
-
-
 def _number(bound: float) -> str:
-    """Return every digit of a whole number: a request may have exactly that one."""
+    """Return every digit of an integer: a request may have exactly that one."""
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
@@ -164,9 +234,10 @@ def _wrong_length(
     name: str, value: Any, least: int | None, most: int | None, unit: str
 ) -> Iterator[str]:
     if least is not None and len(value) < least:
-        yield f"{_shown(name)} is empty; at least {least} {unit.removesuffix('s')} is needed"
+        unit = unit.removesuffix("s") if least == 1 else unit
+        yield f"{_shown(name)} must have at least {least} {unit}, got {len(value)}"
     if most is not None and len(value) > most:
-        yield f"{_shown(name)} has {len(value)} {unit}; at most {most} are allowed"
+        yield f"{_shown(name)} must have at most {most} {unit}, got {len(value)}"
 
 
 def _shown(name: str) -> str:

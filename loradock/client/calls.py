@@ -1,24 +1,27 @@
 """Requests in flight, without I/O and without a clock.
 
 `ClientCall` holds one request until it is settled: its encoding, when that is sent next, the
-deadline and the outcome. `StreamingCall` and `GenerationCall` add output that is streamed before a
-final reply; the call of embeddings and classifications is in `loradock.client.pooling`. The
-table of all calls is `loradock.client.session.Session`.
+deadline and the outcome. `GenerationCall` and `PoolingCall` add output that is streamed before a
+final reply, in chunks that may repeat, overlap or have gaps. The table of all calls is
+`loradock.client.session.Session`.
 
 An attempt is settled exactly once: by an answer, a refusal or the deadline.
 """
 
 import math
+import sys
+from array import array
 from collections import deque
-from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from loradock.client.errors import EngineGone, LoradockError, error_of
-from loradock.client.streams import GenerationOutput
 from loradock.messages.errors import ErrorCode
 from loradock.messages.requests import (
+    Classify,
+    Embed,
     Generate,
     GenerationDone,
     PoolingDone,
@@ -28,6 +31,7 @@ from loradock.messages.requests import (
     Reply,
     Request,
     TokensStreamed,
+    VectorsStreamed,
 )
 from loradock.messages.wire import FRAME_BYTES_MAX
 
@@ -58,12 +62,8 @@ class Timing(Struct, frozen=True):
 TIMING: Final = Timing()
 
 
-def _ignore_change() -> None:
-    """Do nothing: the initial `on_change` of a call."""
-
-
 class ClientCall:
-    """A request in flight; `on_change` is called when output or the outcome arrives."""
+    """A request in flight."""
 
     def __init__(self, request: Request, timeout_s: float, timing: Timing) -> None:
         self.request = request
@@ -75,7 +75,6 @@ class ClientCall:
         self.sent = False
         self.overload: LoradockError | None = None
         self.outcome: Reply | LoradockError | None = None
-        self.on_change: Callable[[], None] = _ignore_change
 
     @property
     def request_id(self) -> str:
@@ -124,7 +123,6 @@ class ClientCall:
     def settle(self, outcome: Reply | LoradockError) -> None:
         """Record the outcome."""
         self.outcome = outcome
-        self.on_change()
 
     def next_body(self, now: float) -> bytes | None:
         """Return the encoded request to send now; None if the call was settled instead."""
@@ -203,6 +201,59 @@ class StreamingCall(ClientCall, Generic[F]):
         return True
 
 
+class TokenOutput:
+    """One output of a generation, assembled from chunks.
+
+    After a request was sent again the engine streams everything again from offset 0, perhaps in
+    other chunks. The text of n tokens is a function of those tokens alone, so a chunk is usable
+    exactly if the text's length at its first token is known. It is known for every offset at which
+    a usable chunk began or ended.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.has_ended = False
+        self._has_prompt = False
+        self._characters = 0
+        self._characters_at = {0: 0}
+
+    def add(self, chunk: TokensStreamed) -> TokensStreamed | None:
+        """Return the new part of `chunk`; None if nothing is new or output before it is missing."""
+        before = self._characters_at.get(chunk.offset)
+        if before is None:
+            return None
+        end = chunk.offset + len(chunk.tokens)
+        characters = before + len(chunk.text)
+        # The smaller length is kept: text that arrived without a token (the end of a held-back
+        # piece) must not count as known before a repeated chunk that contains it alone.
+        self._characters_at[end] = min(characters, self._characters_at.get(end, characters))
+        has_text = end > self.tokens or (end == self.tokens and characters > self._characters)
+        is_end = chunk.finish_reason is not None and not self.has_ended
+        if not has_text and not is_end:
+            return None
+        new = chunk
+        # Most chunks are new as a whole.
+        if chunk.offset < self.tokens or before < self._characters or self._has_prompt:
+            known = self.tokens - chunk.offset
+            new = msgspec.structs.replace(
+                chunk,
+                offset=self.tokens,
+                tokens=chunk.tokens[known:],
+                text=chunk.text[max(0, self._characters - before) :],
+                logprobs=chunk.logprobs[known:],
+                prompt_logprobs=() if self._has_prompt else chunk.prompt_logprobs,
+            )
+        self.tokens = max(self.tokens, end)
+        self.has_ended = self.has_ended or is_end
+        self._has_prompt = self._has_prompt or bool(chunk.prompt_logprobs)
+        self._characters = max(self._characters, characters)
+        return new
+
+    def has_gap_before(self, chunk: TokensStreamed) -> bool:
+        """Whether tokens before `chunk` have not arrived."""
+        return chunk.offset not in self._characters_at
+
+
 class GenerationCall(StreamingCall[GenerationDone]):
     """A generation in flight: chunks in which each token occurs once, and its final reply."""
 
@@ -218,7 +269,7 @@ class GenerationCall(StreamingCall[GenerationDone]):
     def _reset_attempt(self) -> None:
         super()._reset_attempt()
         self.chunks.clear()
-        self._output = GenerationOutput(self.request.sampling.n)
+        self._outputs = [TokenOutput() for _ in range(self.request.sampling.n)]
         self._is_continuous = True
         self._last_tokens_at: float | None = None
         self._longest_pause_s = 0.0
@@ -268,14 +319,27 @@ class GenerationCall(StreamingCall[GenerationDone]):
         super().on_restart(now)
         self._is_continuous = False
 
+    @property
+    def _tokens(self) -> int:
+        """The number of tokens that have arrived."""
+        return sum(output.tokens for output in self._outputs)
+
     def _has_all_output(self, final: GenerationDone) -> bool:
-        return self._output.has_all(final)
+        """Whether everything that the final reply counts has arrived.
+
+        Of several outputs the end of each is needed too, unless they were cancelled.
+        """
+        if self._tokens < final.output_tokens:
+            return False
+        if len(self._outputs) == 1 or final.finish_reason == "cancelled":
+            return True
+        return all(output.has_ended for output in self._outputs)
 
     def _on_chunk(self, chunk: TokensStreamed, now: float) -> None:
         self._is_continuous = self._is_continuous or chunk.offset == 0
-        output = self._output.of(chunk)
-        if output is None:
+        if not 0 <= chunk.index < len(self._outputs):
             return
+        output = self._outputs[chunk.index]
         if output.has_gap_before(chunk):
             self.send_at = min(self.send_at, now + self.timing.retry_s_min)
             return
@@ -284,7 +348,6 @@ class GenerationCall(StreamingCall[GenerationDone]):
             self.chunks.append(new)
             self._extend_output_deadline(now)
             self._postpone_sending(now)
-            self.on_change()
 
     def _postpone_sending(self, now: float) -> None:
         """Schedule the next sending by the pace at which tokens arrive.
@@ -301,6 +364,86 @@ class GenerationCall(StreamingCall[GenerationDone]):
     def _lost_output(self, final: GenerationDone) -> str:
         return (
             f"the generation ended with {final.output_tokens} tokens and only "
-            f"{self._output.tokens} of them arrived: the engine that held the output is gone; "
+            f"{self._tokens} of them arrived: the engine that held the output is gone; "
             "generate again"
         )
+
+
+class Embedding(Struct, frozen=True):
+    """One vector per input and the total of input tokens; `adapter` None is the base model."""
+
+    adapter: str | None
+    vectors: tuple[tuple[float, ...], ...]
+    input_tokens: int
+
+
+class Classification(Struct, frozen=True):
+    """One score per input and label: `scores[i][j]` is the score of input i for `labels[j]`."""
+
+    adapter: str | None
+    labels: tuple[str, ...]
+    scores: tuple[tuple[float, ...], ...]
+    input_tokens: int
+
+    @property
+    def best(self) -> tuple[str, ...]:
+        """The label with the highest score, per input."""
+        indices = (max(range(len(row)), key=row.__getitem__) for row in self.scores)
+        return tuple(self.labels[index] for index in indices)
+
+
+class PoolingCall(StreamingCall[PoolingDone]):
+    """An `Embed` or `Classify` in flight: vectors in any order, and the final reply."""
+
+    request: Embed | Classify
+
+    def _reset_attempt(self) -> None:
+        super()._reset_attempt()
+        self._vectors: dict[int, bytes] = {}
+        self._labels: tuple[str, ...] = ()
+
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """Process vectors, the final reply or a refusal."""
+        if isinstance(reply, VectorsStreamed):
+            self._vectors |= enumerate(reply.vectors, reply.offset)
+            self._labels = reply.labels
+            self._extend_output_deadline(now)
+            # A repeated request makes the engine send all vectors again, so a working engine
+            # receives one late.
+            self.send_at = now + self.timing.retry_s_max
+        elif isinstance(reply, PoolingDone):
+            self._on_final(reply, now)
+        else:
+            super().on_reply(reply, now)
+            return
+        if self._final is not None and self._has_all_output(self._final):
+            self.settle(self._final)
+
+    def _has_all_output(self, final: PoolingDone) -> bool:
+        return len(self._vectors) >= final.inputs
+
+    def _lost_output(self, final: PoolingDone) -> str:
+        return (
+            f"{final.inputs} inputs were done and only {len(self._vectors)} of their vectors "
+            "arrived: the engine that held them is gone; send the request again"
+        )
+
+    def embedding(self, final: PoolingDone) -> Embedding:
+        """Return the result of a settled `Embed`."""
+        return Embedding(final.adapter, self._rows(final), final.input_tokens)
+
+    def classification(self, final: PoolingDone) -> Classification:
+        """Return the result of a settled `Classify`."""
+        rows = self._rows(final)
+        return Classification(final.adapter, self._labels, rows, final.input_tokens)
+
+    def _rows(self, final: PoolingDone) -> tuple[tuple[float, ...], ...]:
+        return tuple(_floats(self._vectors[index]) for index in range(final.inputs))
+
+
+def _floats(vector: bytes) -> tuple[float, ...]:
+    """Return the numbers of a vector of little-endian float32."""
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return tuple(numbers)

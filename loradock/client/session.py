@@ -1,23 +1,29 @@
 """The client's protocol, without sockets and without a clock.
 
-`Session` numbers requests and keeps the table of calls in flight. `loradock.client.sync_client`
-and `loradock.client.async_client` transfer its frames and pass it the time. A request keeps its
-id when its frame is sent again, so that a repeated frame can't cause a second execution.
+`Session` numbers requests and keeps the table of calls in flight. The ports of
+`loradock.client.client` and `loradock.client.async_client` transfer its frames and pass it the
+time. A request keeps its id when its frame is sent again, so that a repeated frame can't cause a
+second execution.
 """
 
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from typing import Final, TypedDict, TypeVar, get_args
+from typing import Final, TypeVar, get_args, overload
 
 import msgspec
 
 from loradock.client.arguments import check_arguments
-from loradock.client.calls import NO_ID, ClientCall, GenerationCall, StreamingCall, Timing
+from loradock.client.calls import (
+    NO_ID,
+    ClientCall,
+    GenerationCall,
+    PoolingCall,
+    StreamingCall,
+    Timing,
+)
 from loradock.client.errors import EngineGone, LoradockError, Malformed
-from loradock.client.pooling import PoolingCall
 from loradock.messages.control import ServerCommand, ServerQuery
-from loradock.messages.prompts import Prompt, Sampling, Structure
 from loradock.messages.requests import (
     CancelGeneration,
     Classify,
@@ -43,60 +49,30 @@ TIMEOUT_S_MAX: Final = 3600.0
 _BATCH_BYTES_MAX: Final = FRAME_BYTES_MAX - 64
 """Bound on the requests that share a frame, in bytes, which leaves space for the frame's header."""
 
+C = TypeVar("C", bound=ClientCall)
 R = TypeVar("R")
 
 
-class SamplingOptions(TypedDict, total=False):
-    """The fields of `loradock.messages.prompts.Sampling`, as keywords."""
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int | None
-    stop: tuple[str, ...]
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-    min_tokens: int
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    include_stop: bool
-    logprobs: int | None
-    prompt_logprobs: int | None
-    n: int
-    structure: Structure | None
-    skip_special_tokens: bool
-
-
-def generate_request(
-    prompt: Prompt,
-    adapter: str | None,
-    sampling: SamplingOptions,
-    priority: int = 0,
-    trace: str = "",
-) -> Generate:
-    """Return a request that the session has not numbered yet."""
-    return Generate(NO_ID, adapter, prompt, Sampling(**sampling), priority=priority, trace=trace)
-
-
-def answer_of(call: ClientCall, reply_type: type[R]) -> R:
+def answer_of(call: ClientCall, *reply_types: type[R]) -> R:
     """Return the answer of a settled call.
 
-    Raises the call's error, or `Malformed` for an answer of another type.
+    Raises the call's error, or `Malformed` for an answer of a type that is not in `reply_types`.
     """
     outcome = call.outcome
     if isinstance(outcome, LoradockError):
         raise outcome
-    if not isinstance(outcome, reply_type):
+    if not isinstance(outcome, reply_types):
+        names = " or ".join([kind.__name__ for kind in reply_types])
         raise Malformed(
-            f"{type(call.request).__name__} was answered by {type(outcome).__name__}; only "
-            f"{reply_type.__name__} answers it: client and controller differ in version",
+            f"{type(call.request).__name__} must be answered by {names}, got "
+            f"{type(outcome).__name__}: client and controller differ in version",
             call.request_id,
         )
     return outcome
+
+
+def _ignore(_: ClientCall) -> None:
+    """Ignore a change."""
 
 
 class Session:
@@ -105,8 +81,9 @@ class Session:
     `receive` processes frames from the controller, `due` returns the frames to send, `wake_at`
     returns when to call `due` next. Times are seconds of any monotonic clock. `token` is secret and
     of this session alone: it proves that its frames, from any connection, are of one client.
-    `silence` returns why no server answers, empty if one may: the error of a call has it that no
-    server has answered in time.
+    `silence` returns why no server answers, empty if one may: the error of a call that no server
+    has answered in time contains it. `on_change` is called with a call that has received output or
+    is settled.
     """
 
     def __init__(
@@ -115,9 +92,13 @@ class Session:
         timing: Timing,
         timeout_s: float = TIMEOUT_S,
         generation_timeout_s: float = GENERATION_TIMEOUT_S,
+        *,
+        silence: Callable[[], str] = str,
+        on_change: Callable[[ClientCall], None] = _ignore,
     ) -> None:
-        self.silence: Callable[[], str] = str
         self.timing = timing
+        self._silence = silence
+        self._on_change = on_change
         self._timeout_s = _checked_timeout(timeout_s)
         self._generation_timeout_s = _checked_timeout(generation_timeout_s)
         self._token = token
@@ -135,32 +116,42 @@ class Session:
         """Return the number of calls in flight."""
         return len(self._calls)
 
-    def begin(self, request: Request, now: float, timeout_s: float | None = None) -> ClientCall:
-        """Start a call; raises `Malformed` for a request that can't be encoded."""
-        limit_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
-        return self._start(ClientCall(request, limit_s, self.timing), now)
-
-    def begin_generation(
+    @overload
+    def begin(
         self, request: Generate, now: float, timeout_s: float | None = None, attempts: int = 1
-    ) -> GenerationCall:
-        """Start a generation, with up to `attempts` attempts while no token was delivered."""
-        limit_s = self._inference_limit_s(timeout_s, attempts)
-        call = GenerationCall(request, limit_s, self.timing, attempts)
-        self._start(call, now)
-        return call
+    ) -> GenerationCall: ...
 
-    def begin_pooling(
+    @overload
+    def begin(
         self,
         request: Embed | Classify,
         now: float,
         timeout_s: float | None = None,
         attempts: int = 1,
-    ) -> PoolingCall:
-        """Start an embedding or a classification, with up to `attempts` attempts."""
-        limit_s = self._inference_limit_s(timeout_s, attempts)
-        call = PoolingCall(request, limit_s, self.timing, attempts)
-        self._start(call, now)
-        return call
+    ) -> PoolingCall: ...
+
+    @overload
+    def begin(
+        self, request: Request, now: float, timeout_s: float | None = None, attempts: int = 1
+    ) -> ClientCall: ...
+
+    def begin(
+        self, request: Request, now: float, timeout_s: float | None = None, attempts: int = 1
+    ) -> ClientCall:
+        """Start a call; raises `Malformed` for a request that can't be encoded.
+
+        An inference is started up to `attempts` times while no token of it was delivered.
+        """
+        if attempts < 1:
+            raise ValueError(f"attempts must be at least 1, got {attempts}")
+        is_inference = isinstance(request, Generate | Embed | Classify)
+        default_s = self._generation_timeout_s if is_inference else self._timeout_s
+        limit_s = default_s if timeout_s is None else _checked_timeout(timeout_s)
+        if isinstance(request, Generate):
+            return self._start(GenerationCall(request, limit_s, self.timing, attempts), now)
+        if isinstance(request, Embed | Classify):
+            return self._start(PoolingCall(request, limit_s, self.timing, attempts), now)
+        return self._start(ClientCall(request, limit_s, self.timing), now)
 
     def begin_cancel(self, call: GenerationCall, now: float) -> ClientCall | None:
         """Start the cancellation of a generation; None if that needs no request.
@@ -175,6 +166,7 @@ class Session:
         self.forget(call)
         adapter = call.request.adapter
         call.settle(GenerationDone(call.request_id, adapter, "cancelled", 0, 0))
+        self._on_change(call)
         return None
 
     def abandon(self, call: GenerationCall, now: float) -> None:
@@ -193,6 +185,7 @@ class Session:
         for call in list(self._calls.values()):
             self._calls.pop(call.request_id)
             call.settle(EngineGone(message, call.request_id))
+            self._on_change(call)
 
     def wake_at(self) -> float:
         """Return when `due` has something to do; infinity while no call is in flight."""
@@ -212,6 +205,7 @@ class Session:
                 body = call.next_body(now)
                 if body is None:
                     self._on_settled(call, now)
+                    self._on_change(call)
                     continue
                 bodies.append(body)
             self._set_timer(call)
@@ -224,7 +218,7 @@ class Session:
         except WireError as error:
             self._unmatched_error = str(error)
             return
-        self._note_epoch(frame.epoch, now)
+        self._on_epoch(frame.epoch, now)
         for reply in frame.message:
             self._on_reply(reply, now)
 
@@ -240,13 +234,9 @@ class Session:
             self._on_settled(call, now)
         elif call.wake_at < before:
             self._set_timer(call)
+        self._on_change(call)
 
-    def _inference_limit_s(self, timeout_s: float | None, attempts: int) -> float:
-        if attempts < 1:
-            raise ValueError(f"attempts is {attempts}; at least 1 is needed")
-        return self._generation_timeout_s if timeout_s is None else _checked_timeout(timeout_s)
-
-    def _start(self, call: ClientCall, now: float) -> ClientCall:
+    def _start(self, call: C, now: float) -> C:
         """Number a call, add it to the table and schedule its first sending at `now`."""
         if self._closed:
             raise ValueError("the client is closed")
@@ -286,7 +276,7 @@ class Session:
             return
         if self._unmatched_error and isinstance(error, EngineGone):
             error.message += f" (an answer could not be used: {self._unmatched_error})"
-        if isinstance(error, EngineGone) and now >= call.deadline and (why := self.silence()):
+        if isinstance(error, EngineGone) and now >= call.deadline and (why := self._silence()):
             error.message += f": {why}"
         if isinstance(call, StreamingCall) and call.retry_after(error):
             self._start(call, now + max(call.retry_interval_s, error.retry_after_s))
@@ -295,7 +285,7 @@ class Session:
             # Its output is of no use any more; the answer to this is not awaited.
             self.begin(CancelGeneration(NO_ID, call.request_id), now)
 
-    def _note_epoch(self, epoch: int, now: float) -> None:
+    def _on_epoch(self, epoch: int, now: float) -> None:
         """Send all frames again after a restart: the new process has lost the route to here."""
         if epoch <= self._epoch:
             return
@@ -336,5 +326,7 @@ _WITHOUT_TIMEOUT: Final = (
 
 def _checked_timeout(timeout_s: float) -> float:
     if not 0 < timeout_s <= TIMEOUT_S_MAX:
-        raise ValueError(f"timeout_s is {timeout_s}; it must be above 0 and up to {TIMEOUT_S_MAX}")
+        raise ValueError(
+            f"timeout_s must be above 0 and at most {TIMEOUT_S_MAX:g}, got {timeout_s}"
+        )
     return timeout_s

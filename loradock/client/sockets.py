@@ -1,17 +1,31 @@
-"""The addresses of a controller, local or remote, and the socket options of both clients."""
+"""The sockets of a client: a controller's addresses, local or remote, and the `Port` on them.
+
+A port is what the two clients differ in: the one of `AsyncClient` waits on the event loop, the one
+of `Client` blocks its thread.
+"""
 
 import os
+import secrets
 import shlex
 import socket as os_socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import zmq
 
+from loradock.client.calls import ClientCall, GenerationCall, Timing
+from loradock.client.session import Session
+from loradock.client.streams import Subscription
 from loradock.messages.addresses import EVENTS_PORT_OFFSET, with_port_offset
-from loradock.messages.wire import EVENTS, REPLY_BYTES_MAX
+from loradock.messages.wire import EVENTS, REPLY_BYTES_MAX, TOKEN_BYTES
 from loradock.processes.key_files import KeyPair, read_key_pair, read_public_key
 
+C = TypeVar("C", bound=ClientCall)
+R = TypeVar("R")
 Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 
 DIRECTORY_VARIABLE: Final = "LORADOCK_DIR"
@@ -73,7 +87,7 @@ def connection_to(
     """
     if not address:
         if key or server_key:
-            raise ValueError("keys are for remote controllers: they need an address")
+            raise ValueError("keys need an address: they are for remote controllers")
         local = runtime_directory(directory)
         return Connection(requests_endpoint(local), events_endpoint(local))
     if directory is not None:
@@ -172,3 +186,78 @@ def _endpoint(directory: Path, name: str) -> str:
             "use a shorter directory, or a relative one"
         )
     return f"ipc://{path}"
+
+
+def forked_error(pid: int) -> RuntimeError:
+    """Return the error for the use of a client in a fork of the process that made it."""
+    return RuntimeError(
+        f"this client was made in process {pid} and does not work in its fork {os.getpid()}; make "
+        "a client in each process"
+    )
+
+
+class Limits(NamedTuple):
+    """Default time limits of requests and of inference, in seconds; when frames are repeated."""
+
+    timeout_s: float
+    generation_timeout_s: float
+    timing: Timing
+
+
+class Port(ABC):
+    """A session with its socket, and how a client waits for it."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Limits
+    ) -> None:
+        self.connection: Final = connection
+        self.session: Final = Session(
+            secrets.token_bytes(TOKEN_BYTES),
+            limits.timing,
+            limits.timeout_s,
+            limits.generation_timeout_s,
+            silence=partial(silence_reason, connection),
+            on_change=self._on_change,
+        )
+        self._socket: zmq.Socket[bytes] = open_requests(context, connection)
+
+    async def complete(self, call: C) -> C:
+        """Send a call that has begun and wait until it is settled; it is then forgotten."""
+        self.flush()
+        try:
+            await self.wait(call, lambda: call.settled)
+        finally:
+            self.session.forget(call)
+        return call
+
+    @abstractmethod
+    def use(self) -> AbstractContextManager[None]:
+        """Return the context in which the session is used.
+
+        Entering it raises `RuntimeError` where this client can't be used: in a forked process, in
+        another thread or on another event loop.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Send the frames that are due, now or when other tasks have had their turn."""
+
+    @abstractmethod
+    async def wait(self, call: ClientCall, ready: Callable[[], bool]) -> None:
+        """Wait until `ready` returns true, which is called after every change of the call."""
+
+    @abstractmethod
+    async def in_background(self, function: Callable[[], R]) -> R:
+        """Return the result of a function that blocks."""
+
+    @abstractmethod
+    def drop(self, call: GenerationCall) -> None:
+        """Cancel a generation that nothing refers to; any thread may call this."""
+
+    @abstractmethod
+    def subscribe(self) -> Subscription:
+        """Return a new subscription to the events."""
+
+    @abstractmethod
+    def _on_change(self, call: ClientCall) -> None:
+        """Note that a call has received output, or is settled."""

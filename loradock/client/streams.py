@@ -1,14 +1,15 @@
-"""Assembly of streams that may repeat, overlap or have gaps: output tokens and events.
+"""Streams of life-cycle events: each event once and in order.
 
-`TokenOutput` yields each token and character of a generation once, `EventCursor` each event once
-and in order. In any order of arrival and with any repetition, what they yield is a prefix of the
-complete stream, or contains a `Gap` or a `Snapshot` where events are missing.
+In any order of arrival and with any repetition, an `EventCursor` yields a prefix of the complete
+stream, or a `Gap` or a `Snapshot` in place of missing events.
 """
 
+import math
+import time
 from collections import deque
-from typing import Final
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, Protocol, Self
 
-import msgspec
 from msgspec import Struct
 
 from loradock.messages.events import EventWithheld, Published
@@ -17,8 +18,6 @@ from loradock.messages.requests import (
     EventsFetched,
     EventsTooOld,
     FetchEvents,
-    GenerationDone,
-    TokensStreamed,
 )
 from loradock.messages.views import AdapterView
 from loradock.messages.wire import EVENTS, WireError
@@ -28,92 +27,12 @@ EVENTS_PER_FETCH: Final = 1024
 SILENCE_S: Final = 1.0
 """A subscription to a remote controller without a frame for this long is not admitted, or lost.
 
-A subscription receives beats, and a key that is limited to some adapters can only fetch events.
+A subscription receives heartbeats, and a key that is limited to some adapters can only fetch
+events.
 """
 
-
-class TokenOutput:
-    """One output of a generation, assembled from chunks.
-
-    After a request was sent again the engine streams everything again from offset 0, perhaps in
-    other chunks. The text of n tokens is a function of those tokens alone, so a chunk is usable
-    exactly if the text's length at its first token is known. It is known for every offset at which
-    a usable chunk began or ended.
-    """
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.has_ended = False
-        self._has_prompt = False
-        self._characters = 0
-        self._characters_at = {0: 0}
-
-    def add(self, chunk: TokensStreamed) -> TokensStreamed | None:
-        """Return the new part of `chunk`; None if nothing is new or output before it is missing."""
-        before = self._characters_at.get(chunk.offset)
-        if before is None:
-            return None
-        end = chunk.offset + len(chunk.tokens)
-        characters = before + len(chunk.text)
-        # The smaller length is kept: text that arrived without a token (the end of a held-back
-        # piece) must not count as known before a repeated chunk that contains it alone.
-        self._characters_at[end] = min(characters, self._characters_at.get(end, characters))
-        has_text = end > self.tokens or (end == self.tokens and characters > self._characters)
-        is_end = chunk.finish_reason is not None and not self.has_ended
-        if not has_text and not is_end:
-            return None
-        new = chunk
-        # Most chunks are new as a whole.
-        if chunk.offset < self.tokens or before < self._characters or self._has_prompt:
-            known = self.tokens - chunk.offset
-            new = msgspec.structs.replace(
-                chunk,
-                offset=self.tokens,
-                tokens=chunk.tokens[known:],
-                text=chunk.text[max(0, self._characters - before) :],
-                logprobs=chunk.logprobs[known:],
-                prompt_logprobs=() if self._has_prompt else chunk.prompt_logprobs,
-            )
-        self.tokens = max(self.tokens, end)
-        self.has_ended = self.has_ended or is_end
-        self._has_prompt = self._has_prompt or bool(chunk.prompt_logprobs)
-        self._characters = max(self._characters, characters)
-        return new
-
-    def has_gap_before(self, chunk: TokensStreamed) -> bool:
-        """Whether tokens before `chunk` have not arrived."""
-        return chunk.offset not in self._characters_at
-
-
-class GenerationOutput:
-    """All outputs of a generation; `count` is their number."""
-
-    def __init__(self, count: int) -> None:
-        self._outputs = [TokenOutput() for _ in range(count)]
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that have arrived."""
-        return sum(output.tokens for output in self._outputs)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the ends of all outputs have arrived."""
-        return all(output.has_ended for output in self._outputs)
-
-    def of(self, chunk: TokensStreamed) -> TokenOutput | None:
-        """Return the output that a chunk belongs to; None for one that was not requested."""
-        is_known = 0 <= chunk.index < len(self._outputs)
-        return self._outputs[chunk.index] if is_known else None
-
-    def has_all(self, final: GenerationDone) -> bool:
-        """Whether everything that the final reply counts has arrived.
-
-        Of several outputs the end of each is needed too, unless they were cancelled.
-        """
-        if self.tokens < final.output_tokens:
-            return False
-        return len(self._outputs) == 1 or final.finish_reason == "cancelled" or self.has_ended
+WAIT_S: Final = 60.0
+"""How long a reader waits before it looks whether its stream was closed."""
 
 
 class Gap(Struct, frozen=True, tag=True):
@@ -233,3 +152,90 @@ class EventCursor:
         self.next_seq = 1
         self._last_seq = 1
         self._frame_seq = 0
+
+
+class Subscription(Protocol):
+    """A subscription to published events."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+
+    async def receive(self, timeout_s: float) -> bytes | None:
+        """Return the next frame; None if none arrives in that time."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class AsyncEventStream:
+    """The life-cycle events, each once and in order; `Gap` or `Snapshot` for those not kept.
+
+    Events that a subscription missed, by being late, slow or restarted, are fetched automatically.
+    An error of such a fetch ends one step; another step continues the stream at its position.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[FetchEvents], Awaitable[FetchReply]],
+        subscription: Subscription | None,
+        cursor: EventCursor,
+        *,
+        is_remote: bool,
+    ) -> None:
+        self._fetch = fetch
+        self._subscription = subscription
+        self._cursor = cursor
+        # A local subscription may be silent.
+        self._silence_s = SILENCE_S if is_remote else math.inf
+        self._received_at = time.monotonic()
+
+    @property
+    def seq(self) -> int:
+        """The number of the last event returned: `since` for a stream that continues from here."""
+        return self._cursor.seq
+
+    def __aiter__(self) -> AsyncIterator[EventItem]:
+        return self
+
+    async def __anext__(self) -> EventItem:
+        while (item := await self.next_within(WAIT_S)) is None:
+            if self._subscription is None or self._subscription.closed:
+                raise StopAsyncIteration
+        return item
+
+    async def next_within(self, timeout_s: float) -> EventItem | None:
+        """Return the next event; None if none arrived in that time, or at the stream's end."""
+        until = time.monotonic() + timeout_s
+        while not self._cursor.ready:
+            if self._cursor.needs_fetch:
+                self._cursor.on_fetched(await self._fetch(self._cursor.fetch_request()))
+            elif not await self._read(until):
+                return None
+        return self._cursor.pop()
+
+    async def _read(self, until: float) -> bool:
+        """Process a frame of the subscription; False if none arrived until then."""
+        if self._subscription is None or self._subscription.closed:
+            return False
+        silent_at = self._received_at + self._silence_s
+        frame = await self._subscription.receive(min(until, silent_at) - time.monotonic())
+        if frame is None and time.monotonic() < silent_at:
+            return False
+        self._received_at = time.monotonic()
+        if frame is None:
+            self._cursor.expect_more()
+        else:
+            self._cursor.on_frame(frame)
+        return True
+
+    def close(self) -> None:
+        """End the subscription."""
+        if self._subscription is not None:
+            self._subscription.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.close()

@@ -45,7 +45,7 @@ def main(name: str) -> int:
         case "gateway":
             from loradock.gateway.server.process import main as run
         case "templates":
-            from loradock.gateway.inference.template_process import main as run
+            from loradock.gateway.inference.chat_template import main as run
         case "snapshotter":
             from loradock.controller.log.snapshotter import main as run
         case _:

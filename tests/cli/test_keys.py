@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loradock.cli.exit_codes import ExitCode
-from loradock.controller.server.access.keys import AllowedKey, KeyStore
+from loradock.controller.server.keys import AllowedKey, KeyStore
 from loradock.processes.key_files import read_key_pair
 from tests.support.parallel.processes import controller
 from tests.support.simulation.command_runs import run, run_json

@@ -47,4 +47,4 @@ def test_the_version_is_written_in_one_place():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
     source = project["tool"]["setuptools"]["dynamic"]["version"]
-    assert source == {"attr": "messages.VERSION"}
+    assert source == {"attr": "loradock.messages.VERSION"}

@@ -84,7 +84,7 @@ def test_errors_cancellation_and_closing_on_asyncio(controller):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05):
                     await client.load("upper")
-            assert len(client._session) == 0
+            assert len(client._port.session) == 0
             async with await client.generate("p") as generation:
                 await client.status()
                 assert await generation.cancel()
@@ -109,7 +109,7 @@ def test_a_failed_task_settles_every_call(controller, monkeypatch):
             def broken(data, now):
                 raise MemoryError("no more")
 
-            monkeypatch.setattr(client._session, "receive", broken)
+            monkeypatch.setattr(client._port.session, "receive", broken)
             with pytest.raises(EngineGone, match="no more"):
                 await client.status()
 

@@ -6,14 +6,14 @@ import itertools
 import pytest
 
 from loradock.client import AsyncClient, Client, Malformed
-from loradock.client.images import with_images
-from loradock.client.session import generate_request
+from loradock.client.arguments import with_images
 from loradock.messages import requests as rq
 from loradock.messages.prompts import (
     IMAGE_BYTES_MAX,
     IMAGES_BYTES_MAX,
     IMAGES_MAX,
     IllustratedPrompt,
+    Sampling,
 )
 from loradock.messages.wire import FRAME_BYTES_MAX, REQUESTS
 from tests.support.simulation.client_examples import TIMING, sent, session, stream
@@ -52,17 +52,17 @@ def test_without_images_a_prompt_is_unchanged(prompt):
 @pytest.mark.parametrize(
     ("prompt", "images", "text"),
     [
-        ((1, 2), [PNG], "need a prompt of text"),
-        ("t", [PNG] * (IMAGES_MAX + 1), r"17 images were found; .* 16"),
+        ((1, 2), [PNG], "must be a string"),
+        ("t", [PNG] * (IMAGES_MAX + 1), "at most 16 images, got 17"),
         ("t", [PNG, b""], "image 2 is empty"),
         (
             "t",
             [bytes(IMAGE_BYTES_MAX + 1)],
-            f"image 1 is longer .* {IMAGE_BYTES_MAX} bytes",
+            f"image 1 must have at most {IMAGE_BYTES_MAX} bytes",
         ),
-        ("t", [bytes(IMAGE_BYTES_MAX)] * 5, r"first 5 images have .* bytes together"),
-        ("t", [bytearray(PNG)], "image 1 is a bytearray"),
-        ("t", [None], "image 1 is a NoneType"),
+        ("t", [bytes(IMAGE_BYTES_MAX)] * 5, r"bytes together, the first 5 have"),
+        ("t", [bytearray(PNG)], "image 1 must be .* got a bytearray"),
+        ("t", [None], "image 1 must be .* got a NoneType"),
     ],
 )
 def test_images_over_a_bound_are_refused_before_sending(controller, prompt, images, text):
@@ -76,7 +76,7 @@ def test_a_refused_file_is_named_and_not_read_beyond_the_bound(tmp_path, picture
     empty.touch()
     with large.open("wb") as file:
         file.truncate(1 << 40)
-    for path, text in ((large, "image 2, '.*large.png', is longer"), (empty, "empty.png', is emp")):
+    for path, text in ((large, "image 2, '.*large.png', must have"), (empty, "empty.png', is emp")):
         with pytest.raises(Malformed, match=text):
             with_images("t", [picture, path])
     with pytest.raises(FileNotFoundError, match="missing"):
@@ -128,8 +128,8 @@ def test_after_a_restart_the_images_are_sent_again(controller):
 
 
 def begin(client, images, now=0.0):
-    request = generate_request(with_images("t", images), "upper", {"max_tokens": 3})
-    return client.begin_generation(request, now, 600.0)
+    request = rq.Generate("", "upper", with_images("t", images), Sampling(max_tokens=3))
+    return client.begin(request, now, 600.0)
 
 
 def sendings(client, until):

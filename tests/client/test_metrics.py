@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from loradock.client.metrics import metrics_of
+from loradock.client.methods import metrics_of
 from loradock.messages.requests import StatusShown
 from loradock.messages.views import AdapterCounters, EngineStatistics, TierView
 from tests.support.simulation.message_examples import example_of

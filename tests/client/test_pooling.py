@@ -17,7 +17,7 @@ from loradock.client import (
     NotServed,
     Timing,
 )
-from loradock.client.pooling import embed_request
+from loradock.client.arguments import inputs_of
 from loradock.client.session import answer_of
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
@@ -30,7 +30,7 @@ VECTORS = ((0.0, 1.5), (1.0, 1.5), (2.0, 1.5))
 
 
 def begin(client, attempts=1):
-    return client.begin_pooling(embed_request(TEXTS, "upper"), 0.0, 60.0, attempts)
+    return client.begin(rq.Embed("", "upper", tuple(TEXTS)), 0.0, 60.0, attempts)
 
 
 def stream_vectors(client, call, indices, now=0.0):
@@ -97,8 +97,7 @@ def test_an_attempt_after_a_retryable_failure_keeps_no_vectors():
 
 
 def test_a_single_text_is_not_a_sequence():
-    assert embed_request("hello", None).inputs == ("hello",)
-    assert embed_request(["hello"], None).inputs == ("hello",)
+    assert inputs_of("hello") == inputs_of(["hello"]) == ("hello",)
 
 
 @pytest.mark.parametrize("loss", ["nothing", "chunks", "answers", "final first"])

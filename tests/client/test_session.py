@@ -16,7 +16,7 @@ from loradock.client.errors import (
     Overloaded,
     error_of,
 )
-from loradock.client.session import Session, answer_of, generate_request
+from loradock.client.session import Session, answer_of
 from loradock.messages import requests as rq
 from loradock.messages.errors import MEANINGS, ErrorCode
 from loradock.messages.prompts import IllustratedPrompt, Sampling
@@ -63,8 +63,7 @@ def test_the_same_frame_is_sent_at_growing_intervals_until_the_deadline():
 
 
 def test_silence_is_explained():
-    client = session()
-    client.silence = lambda: "no server there"
+    client = Session(b"c0ffeec0ffee", TIMING, silence=lambda: "no server there")
     call = load(client, now=100.0)
     client.due(call.deadline)
     with pytest.raises(EngineGone, match=r"no answer within 10 s: no server there"):
@@ -119,7 +118,9 @@ def test_an_answer_of_another_type_is_an_error():
     client = session()
     call = load(client)
     client.receive(reply(rq.CancelDone(call.request_id, "x", True)), 0.0)
-    with pytest.raises(Malformed, match="LoadAdapter was answered by CancelDone"):
+    with pytest.raises(
+        Malformed, match="LoadAdapter must be answered by AdapterDone, got CancelDone"
+    ):
         answer_of(call, rq.AdapterDone)
 
 
@@ -184,7 +185,7 @@ def test_a_suggested_pause_is_kept():
     client = session()
     fetch = client.begin(rq.FetchEvents(NO_ID, 1), 0.0, 100.0)
     other = load(client)
-    generation = client.begin_generation(generate_request("p", None, {}), 0.0, 60.0, 2)
+    generation = client.begin(rq.Generate(NO_ID, None, "p"), 0.0, 60.0, 2)
     client.due(0.0)
     for call in (fetch, other, generation):
         refused = rq.Refused(call.request_id, ErrorCode.OVERLOADED, "later", 7000)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loradock.client.streams import EventCursor, Gap, Snapshot, TokenOutput
+from loradock.client.calls import TokenOutput
+from loradock.client.streams import EventCursor, Gap, Snapshot
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.wire import EVENTS

@@ -13,6 +13,7 @@ import yaml
 from typer.main import get_command
 
 from loradock.cli.main import app
+from tests.support.sources import LINKED
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TRUE = shutil.which("true")
@@ -89,9 +90,9 @@ def test_the_image_has_all_that_the_package_is_built_from():
             copied |= dict.fromkeys(sources, target)
     assert all((DEPLOY.parent / source).exists() for source in copied)
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
-    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = ("loradock", *LINKED)
     files = [project["project"]["readme"], *project["project"]["license-files"]]
-    needed = {*(name.removesuffix("*") for name in packages), *files, "pyproject.toml", "setup.py"}
+    needed = {*packages, *files, "pyproject.toml", "setup.py"}
     # The example that a wheel has.
     assert {*needed, "examples/tiny"} <= copied.keys()
 

@@ -183,27 +183,27 @@ def test_ids_come_out_of_arrays() -> None:
 WRONG_KINDS: dict[str, tuple[Callable[[LoRAModelManager], object], str]] = {
     "a request for a manager": (
         lambda manager: manager.add_adapter(LoRARequest("a", 1, "a")),
-        "adapter is a LoRARequest; a LoRAModel is needed; a worker manager adds",
+        "adapter must be a LoRAModel, got LoRARequest; a worker manager adds",
     ),
     "an adapter for a worker": (
         lambda manager: WorkerLoRAManager(manager).add_adapter(CONTENTS[0].model(1)),
-        "request is a LoRAModel; a LoRARequest is needed; a manager adds",
+        "request must be a LoRARequest, got LoRAModel; a manager adds",
     ),
     "a worker over a model": (
         lambda manager: WorkerLoRAManager(manager.model),
-        "manager is a LlamaForCausalLM; a LoRAModelManager is needed; create_lora_manager",
+        "manager must be a LoRAModelManager, got LlamaForCausalLM; create_lora_manager",
     ),
     "a manager of a path": (
         lambda _: LoRAModelManager("llama", 4, 64, VOCABULARY, LoRAConfig(), "cpu"),
-        "the model is a str; a Module is needed",
+        "the model must be a Module, got str",
     ),
     "no configuration": (
         lambda _: LoRAModelManager(load_base(), 4, 64, VOCABULARY, None, "cpu"),
-        "lora_config is a NoneType; a LoRAConfig is needed",
+        "lora_config must be a LoRAConfig, got NoneType",
     ),
     "a pair for a mapping": (
         lambda manager: manager.set_adapter_mapping(([0], [0])),
-        "mapping is a tuple; a LoRAMapping is needed",
+        "mapping must be a LoRAMapping, got tuple",
     ),
     "a fraction for an adapter": (lambda _: LoRAMapping([1.5], [1]), "float.*one integer per row"),
     "rows of rows": (

@@ -8,27 +8,27 @@ from typing import Final
 import pytest
 
 import loradock.client
-import loradock.engine.adapters.expert_stacks
-import loradock.engine.adapters.module_paths
+import loradock.engine.adapters.experts
+import loradock.engine.adapters.target
 import loradock.engine.config
 import loradock.engine.errors
 import loradock.engine.layers
-import loradock.engine.manager.request_reader
+import loradock.engine.manager.worker_manager
 import loradock.engine.models.preparation
 import loradock.engine.punica
 import loradock.engine.residency.staging
-from loradock.controller.server.diagrams import between_marks
 from tests.documented_names import BEGIN, END, SECTIONS, text
 from tests.support.documented_name import DocumentedName
+from tests.support.documents import between_marks
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 NAMES = [name for names in SECTIONS.values() for name in names]
 MODULES: Final = {
     module.__name__: module
     for module in (
-        *(loradock.client, loradock.engine.adapters, loradock.engine.adapters.expert_stacks),
-        *(loradock.engine.adapters.module_paths, loradock.engine.config, loradock.engine.errors),
-        *(loradock.engine.layers, loradock.engine.manager, loradock.engine.manager.request_reader),
+        *(loradock.client, loradock.engine.adapters, loradock.engine.adapters.experts),
+        *(loradock.engine.adapters.target, loradock.engine.config, loradock.engine.errors),
+        *(loradock.engine.layers, loradock.engine.manager, loradock.engine.manager.worker_manager),
         *(loradock.engine.models.preparation, loradock.engine.punica),
         loradock.engine.residency.staging,
     )

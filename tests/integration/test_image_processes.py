@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from loradock.cli.main import app
 from loradock.client import AsyncClient, Client, Malformed
 from loradock.controller.log.replay import replay
-from loradock.controller.server.default_adapters import DefaultAdapters
+from loradock.controller.server.preloads import DefaultAdapters
 from loradock.messages.ids import GPU_SLOT
 from tests.support.engine.image_bench import NAMES, PeftReference, PromptRow
 from tests.support.engine.serve_process import serve

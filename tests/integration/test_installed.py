@@ -13,7 +13,7 @@ from tests.support.waiting import HANG_S
 
 HOSTILE = (
     *("controller.py", "random.py", "torch.py", "loradock.py", "sitecustomize.py"),
-    *("engine/__init__.py", "messages/__init__.py", "loradock/gateway/__init__.py"),
+    *("engine/__init__.py", "messages.py", "gateway/__init__.py"),
 )
 HOSTILE_CODE = """
 import pathlib

@@ -23,12 +23,12 @@ from loradock.cli.main import app
 from loradock.cli.render import classification, embedding, renderables
 from loradock.cli.server.settings import parse_changes
 from loradock.client.arguments import check_arguments
+from loradock.client.calls import Classification, Embedding
 from loradock.client.errors import LoradockError
-from loradock.client.pooling import Classification, Embedding
 from loradock.controller.core.limits import FIXED, Limits, limits_to
 from loradock.controller.server.startup.start_checks import Start, StartRefused, check_start
 from loradock.engine.adapters import read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import EngineError
 from loradock.engine.kernels.calibrate import report
 from loradock.engine.kernels.cpu.calibration import Calibration, ProductSpeeds

@@ -50,7 +50,7 @@ MODEL: Final = (
     DocumentedName("get_lora_id", "loradock.engine.adapters:get_lora_id"),
     DocumentedName(
         "LoRAModel._should_skip_module",
-        "loradock.engine.adapters.module_paths:ModulePathResolver.skips",
+        "loradock.engine.adapters.target:ModulePathResolver.skips",
         "path",
         "A method of the resolver of paths, which all loaders share.",
     ),

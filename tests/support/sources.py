@@ -1,6 +1,7 @@
 """The program's files as text and syntax trees, and what each one imports."""
 
 import ast
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -58,7 +59,13 @@ def read_sources(folders: tuple[str, ...]) -> list[Source]:
 @cache
 def _read_folder(folder: str) -> list[Source]:
     paths = sorted((ROOT / folder).rglob("*.py"))
-    return [source(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
+    # The trees live until the end, and the collector would visit their nodes again and again.
+    gc.disable()
+    try:
+        return [source(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def imports(file: Source, modules: set[str]) -> Iterator[tuple[ast.AST, str]]:

@@ -1,13 +1,196 @@
-"""From the `model` of a request to an adapter that the controller knows."""
+"""Models as HTTP clients name and see them, and the adapters that names stand for.
 
-from typing import NamedTuple
+A name is the base model's, an adapter's, or both with a colon between them.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec import Struct
 
 from loradock.client import AsyncClient, UnknownAdapter
-from loradock.gateway.adapters.names import ModelNames
-from loradock.gateway.adapters.resolvers import Resolution
-from loradock.gateway.adapters.table import AdapterTable
+from loradock.gateway.adapters.follower import AdapterTable
+from loradock.gateway.adapters.sources import Resolution, is_adapter_name
 from loradock.gateway.http.errors import model_not_found
+from loradock.gateway.recorder import unix_seconds
 from loradock.messages.views import AdapterView
+
+BASE_NAME_DEFAULT: Final = "base"
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    """A model of `GET /v1/models`; `parent` is the base model of an adapter."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "loradock"
+    root: str
+    parent: str | None
+    max_model_len: int | None
+
+
+class ModelList(Struct, frozen=True):
+    """All models, the base model first."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class AdapterCard(Struct, frozen=True, kw_only=True):
+    """State and counters of an adapter; sizes in bytes, `last_used` in Unix seconds.
+
+    `slot` is null outside `gpu-slot`. `bytes` has the sizes per tier. `warnings` are findings about
+    the files that do not prevent its use.
+    """
+
+    id: str
+    object: str = "lora_adapter"
+    state: str
+    goal: str
+    slot: int | None
+    generation: int
+    path: str
+    fingerprint: str
+    rank: int
+    held: bool
+    retired: bool
+    leases: int
+    waiting: int
+    bytes: dict[str, int]
+    uses: int
+    loads: int
+    hits: int
+    evictions: int
+    failures: int
+    last_used: float
+    counters: dict[str, int]
+    warnings: list[str]
+
+
+class AdapterCards(Struct, frozen=True):
+    """All adapters as of event `events_seq`."""
+
+    data: list[AdapterCard]
+    events_seq: int
+    object: str = "list"
+
+
+def adapter_card(view: AdapterView) -> AdapterCard:
+    """Return one adapter as HTTP clients see it."""
+    return AdapterCard(
+        id=view.adapter,
+        state=view.state,
+        goal=view.goal,
+        slot=view.slot if view.slot >= 0 else None,
+        generation=view.generation,
+        path=view.path,
+        fingerprint=view.fingerprint,
+        rank=view.rank,
+        held=view.held,
+        retired=view.retired,
+        leases=view.leases,
+        waiting=view.waiting,
+        bytes={
+            "host": view.host_bytes,
+            "pinned": view.pinned_bytes,
+            "device": view.device_bytes,
+        },
+        uses=view.uses,
+        loads=view.loads,
+        hits=view.hits,
+        evictions=view.evictions,
+        failures=view.failures,
+        last_used=view.last_used_ns / 1e9,
+        counters=msgspec.structs.asdict(view.counters),
+        warnings=list(view.warnings),
+    )
+
+
+def model_card(name: str, root: str, parent: str | None, context: int | None) -> ModelCard:
+    """Return the card of one model."""
+    return ModelCard(
+        id=name, created=unix_seconds(), root=root, parent=parent, max_model_len=context
+    )
+
+
+class ModelNames:
+    """The names of the base model; the first one is in answers."""
+
+    def __init__(self, served: Sequence[str], directory: str = "") -> None:
+        self._served: Final = tuple(served)
+        self.directory = ""
+        self.base_names: tuple[str, ...] = ()
+        """All names of the base model."""
+        self.set_own_name(BASE_NAME_DEFAULT)
+        if directory:
+            self.set_directory(directory)
+
+    def set_directory(self, directory: str) -> None:
+        """Set the base model's directory, which also names the model by default."""
+        self.directory = directory
+        self.set_own_name(Path(directory).resolve().name or BASE_NAME_DEFAULT)
+
+    def set_own_name(self, name: str) -> None:
+        """Set the name that the engine reports, if the directory is not known."""
+        own = (name, self.directory) if self.directory else (name,)
+        self.base_names = self._served or own
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """The names of the base model in lists: all that are configured, else its own."""
+        return self._served or self.base_names[:1]
+
+    @property
+    def base(self) -> str:
+        """The name of the base model in answers."""
+        return self.base_names[0]
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter that a request names; None for the base model.
+
+        Raises `HttpError` for a name that no adapter may have.
+        """
+        if not model or model in self.base_names:
+            return None
+        for base in self.base_names:
+            if model.startswith(f"{base}:"):
+                model = model[len(base) + 1 :]
+                break
+        if not is_adapter_name(model):
+            raise model_not_found(model)
+        return model
+
+    def shown(self, adapter: str | None) -> str:
+        """Return the name of the model in answers."""
+        return self.base if adapter is None else adapter
+
+
+def context_tokens(directory: str) -> int | None:
+    """Return the context length in a model's config.json; None if it has none."""
+    try:
+        config = json.loads((Path(directory) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        found = part.get("max_position_embeddings") if isinstance(part, dict) else None
+        if isinstance(found, int) and found > 0:
+            return found
+    return None
+
+
+def model_cards(names: ModelNames, table: AdapterTable, context: int | None) -> ModelList:
+    """Return a card per name of the base model, and per adapter that was loaded at least once."""
+    bases = (model_card(one, names.directory or one, None, context) for one in names.listed)
+    adapters = (
+        model_card(view.adapter, view.path, names.base, context)
+        for _, view in sorted(table.views.items())
+        if view.fingerprint
+    )
+    return ModelList([*bases, *adapters])
 
 
 class Version(NamedTuple):

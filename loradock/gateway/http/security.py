@@ -1,4 +1,4 @@
-"""API keys, names of this host, web sites that may use it (CORS), and bounds on headers.
+"""API keys, the names of this host, and the web sites that can use it (CORS).
 
 Keys are compared by their digests in constant time.
 """
@@ -6,23 +6,17 @@ Keys are compared by their digests in constant time.
 import hashlib
 import hmac
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
-from loradock.gateway.http.bodies import header_of
-from loradock.gateway.http.errors import (
-    CODE_HEADER,
-    HttpError,
-    Shape,
-    error_response,
-    unauthorized_response,
-)
+from loradock.gateway.http.endpoint import header_of
+from loradock.gateway.http.errors import CODE_HEADER
 from loradock.gateway.options import KEYS_VARIABLES, GatewayConfig, GatewayOptions
 
 
@@ -73,33 +67,6 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class KeyedApp:
-    """An endpoint that is served to requests with a valid key alone."""
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys, shape: Shape) -> None:
-        self._app = app
-        self._keys = keys
-        self._shape = shape
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if self._keys.accept(scope):
-            await self._app(scope, receive, send)
-        else:
-            await unauthorized_response(self._shape)(scope, receive, send)
-
-
-class RefusingApp:
-    """An endpoint that answers every request with one error."""
-
-    def __init__(self, error: HttpError) -> None:
-        self._error = error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        await error_response(self._error)(scope, receive, send)
-
-
 LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
 ANY_HOST: Final = "*"
 
@@ -121,37 +88,6 @@ def _is_loopback(host: str) -> bool:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     address = str(found[0][4][0])
     return ip_address(address.partition("%")[0]).is_loopback
-
-
-def _host_name(header: str) -> str:
-    """Return the host in `HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].rstrip(".").lower()
-
-
-class AllowedHosts:
-    """An application around another: requests to a name that is not this host's are refused."""
-
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
-        self._app = app
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; one without a host is no browser's."""
-        host = _host_name(header_of(scope, b"host")) if scope["type"] == "http" else ""
-        if host and host not in self._hosts:
-            message = (
-                f"the host {host[:_HOST_CHARACTERS]!r} is not served; address the gateway as "
-                "localhost, or start it with --allowed-host HOST or with an API key"
-            )
-            await error_response(HttpError(403, message))(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-_HOST_CHARACTERS: Final = 253
-"""The length of the longest name of a host."""
 
 
 def with_cors(app: ASGIApp, options: GatewayOptions) -> ASGIApp:
@@ -191,28 +127,3 @@ def _items(flag: str, values: Iterable[str]) -> list[str]:
         except msgspec.MsgspecError as error:
             raise ValueError(f"{flag} {value}: {error}; a JSON list of strings") from error
     return items
-
-
-class HeaderLimit:
-    """An application around another: requests whose head is too long are refused."""
-
-    def __init__(self, app: ASGIApp, bytes_max: int) -> None:
-        self._app = app
-        self._bytes_max = bytes_max
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] == "http" and _head_bytes(scope) > self._bytes_max:
-            error = HttpError(
-                431, f"the head is too long; at most {self._bytes_max} bytes are read"
-            )
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-def _head_bytes(scope: Scope) -> int:
-    size = len(scope["raw_path"] or b"") + len(scope["query_string"])
-    for name, value in scope["headers"]:
-        size += len(name) + len(value) + 4
-    return size

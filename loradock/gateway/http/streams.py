@@ -5,7 +5,6 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Send
 
@@ -44,9 +43,9 @@ def data_event(value: Any) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
-def typed_event(value: Struct) -> bytes:
-    """Return the event of a Struct, named by its tag."""
-    return b"event: %b\n" % str(value.__struct_config__.tag).encode() + data_event(value)
+def typed_event(value: dict[str, Any]) -> bytes:
+    """Return the event of a value that is named by its `type`."""
+    return b"event: %b\n" % str(value["type"]).encode() + data_event(value)
 
 
 def named_event(name: str, number: int, value: Any) -> bytes:
@@ -76,9 +75,10 @@ class EventStream:
         self._on_end: Callable[[], None] | None = None
         self._headers = [*_HEADERS, *((k.lower().encode(), v.encode()) for k, v in headers)]
 
-    def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Call a function after `close`."""
-        self._on_end = callback
+    def ended_by(self, on_end: Callable[[], None]) -> "EventStream":
+        """Return this answer, which calls a function after `close`."""
+        self._on_end = on_end
+        return self
 
     async def send(self, send: Send, *, only_head: bool = False) -> None:
         """Send the whole answer, or its head."""

@@ -17,20 +17,18 @@ from msgspec import Struct, structs
 
 from loradock.gateway.adapters.directory import AdapterDirectory, FileRefused, NotReadable
 from loradock.gateway.adapters.models import Models, Version
-from loradock.gateway.inference.model_files import ModelFiles
-from loradock.gateway.inference.prompt_files import (
+from loradock.gateway.inference.model_files import (
     GENERATION_CONFIG_FILE,
     NO_TEMPLATES,
-    TOKENIZER_CONFIG_FILE,
     GenerationConfig,
+    ModelFiles,
     TemplateSources,
     generation_config,
-    json_object,
-    special_tokens,
     template_sources,
 )
 from loradock.gateway.inference.sampling import SamplingDefaults
 from loradock.gateway.inference.templates import AdaptersTemplate, TemplateProcess, Templates
+from loradock.gateway.inference.tokenizer import TOKENIZER_CONFIG_FILE, json_object, special_tokens
 
 TEMPLATE_BYTES_MAX: Final = 256 << 10
 """The longest template of an adapter; the longest known ones have 40 KB."""

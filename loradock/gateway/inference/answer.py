@@ -1,21 +1,35 @@
-"""What the answers of texts and chats have in common: choices, whole or as a stream of chunks."""
+"""Answers to generations: choices, whole or as a stream.
+
+`InferenceAnswer` streams chunks of choices, as in OpenAI's protocols of texts and chats;
+`EventAnswer` streams typed events about the blocks of one output.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
-from typing import Generic, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Generic, TypeVar
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from loradock.client import LoradockError
-from loradock.gateway.http.endpoints import Answer
-from loradock.gateway.http.errors import error_of
-from loradock.gateway.http.streams import DONE, EventStream, data_event, error_events, json_response
-from loradock.gateway.inference.answers import Usage
-from loradock.gateway.inference.run import Output, Run, generated_tokens
+from loradock.gateway.http.errors import HttpError, error_of
+from loradock.gateway.http.streams import DONE, EventStream, data_event, error_events, typed_event
 from loradock.gateway.inference.sampling import SamplingFields, StreamOptions
-from loradock.gateway.inference.service import Service, UsageCount
-from loradock.gateway.timestamps import unix_seconds
+from loradock.gateway.inference.service import (
+    Output,
+    Run,
+    Service,
+    Usage,
+    UsageCount,
+    generated_tokens,
+    new_id,
+)
+from loradock.gateway.inference.tool_parsers import Block, Step
+from loradock.gateway.inference.tools import OutputReader, ToolPlan
+from loradock.gateway.recorder import unix_seconds
 from loradock.messages.requests import TokensStreamed
+
+Event = dict[str, Any]
+"""An event of a protocol; `type` is its name."""
 
 Whole = TypeVar("Whole")
 Part = TypeVar("Part")
@@ -33,18 +47,18 @@ class RunAnswer(ABC, Generic[Whole]):
         usage: UsageCount,
         separator: str = "-",
     ) -> None:
-        self.id = service.new_id(prefix, separator)
+        self.id = new_id(prefix, separator)
         self.created = unix_seconds()
         self.model = service.models.names.shown(adapter)
         self.usage = usage
 
-    async def respond(self, run: Run, *, stream: bool) -> Answer:
+    async def respond(self, run: Run, *, stream: bool) -> Whole | EventStream:
         """Return the whole answer, or a stream that begins with the first output.
 
         Raises `LoradockError`. The run is closed with the answer.
         """
         if not stream:
-            return json_response(await self._collected(run))
+            return await self._collected(run)
         try:
             await run.wait_for_first()
         except BaseException:
@@ -82,7 +96,7 @@ class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
 
     _options = StreamOptions()
 
-    async def response(self, run: Run, body: SamplingFields) -> Answer:
+    async def response(self, run: Run, body: SamplingFields) -> Whole | EventStream:
         """Return the whole answer, or a stream as the request's options have it."""
         self._options = body.stream_options or self._options
         return await self.respond(run, stream=bool(body.stream))
@@ -121,3 +135,84 @@ class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
         if options.is_continuous:
             usage = self.usage.usage_of(choice)
         return data_event(self._chunk([part], usage))
+
+
+class Chat(Struct, frozen=True):
+    """A chat whose generation has started; its reader closes the run.
+
+    `prompt_ids`: the tokens of the prompt; None if the engine makes them, as with images.
+    """
+
+    run: Run
+    adapter: str | None
+    usage: UsageCount
+    plan: ToolPlan
+    prompt_ids: tuple[int, ...] | None
+
+
+class EventAnswer(RunAnswer[Whole]):
+    """The answer to a chat with one choice: `Whole`, or typed events."""
+
+    def __init__(self, service: Service, prefix: str, chat: Chat) -> None:
+        super().__init__(service, prefix, chat.adapter, chat.usage, "_")
+        self._chat = chat
+        self._reader = OutputReader(chat.plan)
+        # How the output ended, from its last chunk.
+        self.reason: str | None = None
+        self.stop_text: str | None = None
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks of the output so far."""
+        return self._reader.blocks.all
+
+    async def response(self, *, stream: bool) -> Whole | EventStream:
+        """Return the whole answer, or a stream that begins with the first output."""
+        return await self.respond(self._chat.run, stream=stream)
+
+    def _whole(self, choices: list[TokensStreamed]) -> Whole:
+        self._read(choices[0])
+        return self._final()
+
+    async def _events(self, run: Run) -> AsyncGenerator[bytes, None]:
+        for event in self._begun():
+            yield typed_event(event)
+        try:
+            async for output in run.outputs():
+                self._count(output)
+                if output.chunk is None:
+                    continue
+                for step in self._read(output.chunk):
+                    for event in self._changed(step):
+                        yield typed_event(event)
+        except LoradockError as error:
+            yield typed_event(self._failed(error_of(error)))
+            return
+        for event in self._ended():
+            yield typed_event(event)
+
+    def _read(self, chunk: TokensStreamed) -> list[Step]:
+        steps = self._reader.read(chunk)
+        self.reason = self._reader.finish_reason(chunk)
+        self.stop_text = chunk.stop_reason if isinstance(chunk.stop_reason, str) else None
+        return steps
+
+    @abstractmethod
+    def _final(self) -> Whole:
+        """Return the answer, of all blocks."""
+
+    @abstractmethod
+    def _begun(self) -> Sequence[Event]:
+        """Return the events with which a stream begins."""
+
+    @abstractmethod
+    def _changed(self, step: Step) -> Sequence[Event]:
+        """Return the events about a block."""
+
+    @abstractmethod
+    def _ended(self) -> Sequence[Event]:
+        """Return the events that end a stream."""
+
+    @abstractmethod
+    def _failed(self, error: HttpError) -> Event:
+        """Return the event that ends a stream with an error."""

@@ -6,29 +6,14 @@ The other protocols of chats are converted to a `ChatRequest`, and start the sam
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
-from starlette.requests import Request
-from starlette.responses import Response
 
-from loradock.gateway.http.endpoints import Answer
+from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import json_response
-from loradock.gateway.inference.answer import InferenceAnswer
-from loradock.gateway.inference.answers import (
-    AnsweredCall,
-    CallDelta,
-    CalledFunction,
-    ChatChoice,
-    ChatChunk,
-    ChatCompletion,
-    ChatMessage,
-    ChunkChoice,
-    Delta,
-    TokenIds,
-    Usage,
-)
-from loradock.gateway.inference.chat_prompt import ChatPrompts
+from loradock.gateway.http.streams import EventStream
+from loradock.gateway.inference.answer import Chat, InferenceAnswer
 from loradock.gateway.inference.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
@@ -36,16 +21,32 @@ from loradock.gateway.inference.logprobs import (
     chat_logprobs,
     prompt_logprobs,
 )
-from loradock.gateway.inference.messages import Json, Messages
 from loradock.gateway.inference.model_files import ModelFiles
-from loradock.gateway.inference.prompt_length import shortened_chat
-from loradock.gateway.inference.rendered import rendered
-from loradock.gateway.inference.run import Run, returned_ids
-from loradock.gateway.inference.sampling import Logprobs, SamplingFields, Tokens, sampling_of
-from loradock.gateway.inference.service import Service, Start, UsageCount, random_id, token_text_of
+from loradock.gateway.inference.prompts import ChatPrompts, Json, Messages
+from loradock.gateway.inference.sampling import (
+    Logprobs,
+    Rendered,
+    SamplingFields,
+    Tokens,
+    check_length,
+    rendered,
+    sampling_of,
+    truncated,
+    truncation_of,
+)
+from loradock.gateway.inference.service import (
+    Service,
+    Start,
+    TokenIds,
+    Usage,
+    UsageCount,
+    random_id,
+    returned_ids,
+    token_text_of,
+)
 from loradock.gateway.inference.tokenizer import Tokenizer
+from loradock.gateway.inference.tool_parsers import Step
 from loradock.gateway.inference.tools import OutputReader, ToolPlan, plan_of
-from loradock.gateway.tools.blocks import Step
 from loradock.messages.requests import TokensStreamed
 
 MAX_TOKENS_DEFAULT: Final = 128
@@ -77,17 +78,97 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     function_call: str | None = None
 
 
-class Chat(Struct, frozen=True):
-    """A chat whose generation has started; its reader closes the run.
+class CalledFunction(Struct, frozen=True, omit_defaults=True):
+    """The function of a call; a chunk has its name, or a piece of its arguments."""
 
-    `prompt_ids`: the tokens of the prompt; None if the engine makes them, as with images.
+    name: str | None = None
+    arguments: str = msgspec.field(default_factory=str)
+
+
+class AnsweredCall(Struct, frozen=True):
+    """A call of a tool."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class ChatMessage(Struct, frozen=True):
+    """The assistant's message; `content` is null where it consists of calls."""
+
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    tool_calls: tuple[AnsweredCall, ...] = ()
+
+
+class ChatChoice(Struct, frozen=True):
+    """One message."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+    stop_reason: int | str | None = None
+    token_ids: TokenIds = UNSET
+
+
+class ChatCompletion(Struct, frozen=True, kw_only=True):
+    """The answer to `POST /v1/chat/completions`."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: TokenIds = UNSET
+
+
+class CallDelta(Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the call at place `index`; the first one has its id and name."""
+
+    index: int
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class Delta(Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to a message."""
+
+    role: str | None = None
+    content: str | None = None
+    tool_calls: tuple[CallDelta, ...] = ()
+
+
+class ChunkChoice(Struct, frozen=True):
+    """What a chunk adds to a choice."""
+
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: int | str | None = None
+    token_ids: TokenIds = UNSET
+
+
+class ChatChunk(Struct, frozen=True, kw_only=True):
+    """A chunk of a stream of `POST /v1/chat/completions`.
+
+    `prompt_logprobs` are in the first one with tokens, if they are requested, and
+    `prompt_token_ids` in the first one.
     """
 
-    run: Run
-    adapter: str | None
-    usage: UsageCount
-    plan: ToolPlan
-    prompt_ids: tuple[int, ...] | None
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class Chats:
@@ -97,8 +178,12 @@ class Chats:
         self._service = service
         self._prompts = prompts
 
-    async def complete(self, _: Request, body: ChatRequest) -> Answer:
-        """Answer with all messages, or with a stream of chunks."""
+    @post("/v1/chat/completions", errors=INFERENCE, has_images=True, span="chat")
+    async def complete(self, body: ChatRequest) -> ChatCompletion | EventStream:
+        """Continue a chat.
+
+        The answer has all messages, or is a stream of chunks.
+        """
         text_of = token_text_of(self._service, body, has_logprobs=bool(body.logprobs))
         chat = await self.start(body)
         answer = _Answer(self._service, chat, body, text_of)
@@ -120,19 +205,23 @@ class Chats:
         run = await service.start(adapter, [start], count)
         return Chat(run, adapter, usage, plan, prompt_ids)
 
-    async def render(self, _request: Request, body: ChatRequest) -> Response:
-        """Answer with what `complete` would generate from."""
+    @post("/v1/chat/completions/render", errors=INFERENCE)
+    async def render(self, body: ChatRequest) -> Rendered:
+        """Token ids and parameters of a chat.
+
+        They are what `complete` would generate from.
+        """
         _check(body)
         adapter = await self._service.models.find(body.model)
         start, _ = await self._start_of(body, await self._service.files_of(adapter))
         if isinstance(start.prompt, str):
             raise HttpError(400, "images are not served here; leave them out", "messages")
         answer_id = random_id("chatcmpl")
-        return json_response(rendered(answer_id, start.prompt, start.sampling, body))
+        return rendered(answer_id, start.prompt, start.sampling, body)
 
     async def _start_of(self, body: ChatRequest, files: ModelFiles) -> tuple[Start, ToolPlan]:
         found = await self._prompts.prompt_of(body, files)
-        prompt = shortened_chat(found.prompt, body, self._service.context)
+        prompt = _shortened(found.prompt, body, self._service.context)
         tokens = None if isinstance(prompt, str) else len(prompt)
         max_tokens = self._max_tokens(body, tokens, files.defaults.max_new_tokens)
         sampling = sampling_of(body, files.defaults, max_tokens)
@@ -156,6 +245,22 @@ class Chats:
         return min(left, default or left)
 
 
+def _shortened(
+    prompt: str | tuple[int, ...], body: ChatRequest, context: int | None
+) -> str | tuple[int, ...]:
+    """Return the prompt of a chat after the truncation that it asks for; raises `HttpError`."""
+    check_length(prompt, context, "messages")
+    truncation = truncation_of(body.truncate_prompt_tokens, body.truncation_side, "left")
+    if truncation is None:
+        return prompt
+    if isinstance(prompt, str):
+        message = "truncate_prompt_tokens is not served for images; leave it out"
+        raise HttpError(400, message, "truncate_prompt_tokens")
+    output = body.max_completion_tokens or body.max_tokens or 1
+    tokens = list(prompt)
+    return tuple(truncated(truncation, tokens, tokens, context and context - output))
+
+
 def _sampling_of_calls(
     plan: ToolPlan, body: ChatRequest, tokenizer: Tokenizer | None, *, has_structure: bool
 ) -> dict[str, Any]:
@@ -173,17 +278,16 @@ def _sampling_of_calls(
 def _check(body: ChatRequest) -> None:
     limit = body.max_completion_tokens
     if limit is not None and limit < 1:
-        raise HttpError(
-            400, f"max_completion_tokens is {limit}; at least 1", "max_completion_tokens"
-        )
+        name = "max_completion_tokens"
+        raise HttpError(400, f"{name} must be at least 1, got {limit}", name)
     if body.top_logprobs and not body.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if body.max_tokens == 0:
-        raise HttpError(400, "max_tokens is 0; at least 1", "max_tokens")
+        raise HttpError(400, "max_tokens must be at least 1, got 0", "max_tokens")
     if body.echo:
         raise HttpError(400, "echo is not served for chats; leave it out", "echo")
     if body.modalities not in (None, ["text"]):
-        raise HttpError(400, f"modalities {body.modalities}; only text is served", "modalities")
+        raise HttpError(400, f"modalities must be ['text'], got {body.modalities}", "modalities")
 
 
 class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):

@@ -3,15 +3,12 @@
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from loradock.gateway.http.endpoints import Answer
+from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import json_response
+from loradock.gateway.http.streams import EventStream
 from loradock.gateway.inference.answer import InferenceAnswer
-from loradock.gateway.inference.answers import Completion, CompletionChoice, Usage
 from loradock.gateway.inference.logprobs import (
     CharacterCount,
     CompletionLogprobs,
@@ -21,21 +18,27 @@ from loradock.gateway.inference.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from loradock.gateway.inference.prompt_length import check_length, truncated, truncation_of
-from loradock.gateway.inference.rendered import rendered
-from loradock.gateway.inference.run import generated_tokens, returned_ids
 from loradock.gateway.inference.sampling import (
     Logprobs,
+    Rendered,
     SamplingDefaults,
     SamplingFields,
+    check_length,
+    rendered,
     sampling_of,
+    truncated,
+    truncation_of,
 )
 from loradock.gateway.inference.service import (
     Service,
     Start,
+    TokenIds,
+    Usage,
     UsageCount,
     finish_reason,
+    generated_tokens,
     random_id,
+    returned_ids,
     token_text_of,
 )
 from loradock.messages.prompts import TokenId, Truncation
@@ -47,17 +50,44 @@ MAX_TOKENS_DEFAULT = 16
 
 PROMPTS_MAX = 2048
 
-TokenIds = list[TokenId]
+IdList = list[TokenId]
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """The body: one prompt or a list of them, each a text or token ids."""
 
-    prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]
+    prompt: str | Annotated[list[str | int | IdList], Meta(min_length=1)]
     echo: bool | None = None
     logprobs: Logprobs | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
+
+
+class CompletionChoice(Struct, frozen=True):
+    """One text; `finish_reason` is null before its end."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: CompletionLogprobs | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """The answer to `POST /v1/completions`, and a chunk of its stream.
+
+    `usage` is null in chunks before the last one of a stream that has it, and absent without.
+    """
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
 
 
 class Completions:
@@ -66,8 +96,12 @@ class Completions:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def complete(self, _: Request, body: CompletionRequest) -> Answer:
-        """Answer with all texts, or with a stream of chunks."""
+    @post("/v1/completions", errors=INFERENCE, span="text_completion")
+    async def complete(self, body: CompletionRequest) -> Completion | EventStream:
+        """Continue prompts.
+
+        The answer has all texts, or is a stream of chunks.
+        """
         service, count = self._service, body.n or 1
         adapter = await service.models.find(body.model)
         files = await service.files_of(adapter)
@@ -86,8 +120,12 @@ class Completions:
             answer.prompt_ids = [tuple(one) for one in prompts if isinstance(one, list)]
         return await answer.response(run, body)
 
-    async def render(self, _: Request, body: CompletionRequest) -> Response:
-        """Answer with what `complete` would generate from, one item per prompt."""
+    @post("/v1/completions/render", errors=INFERENCE)
+    async def render(self, body: CompletionRequest) -> list[Rendered]:
+        """Token ids and parameters of completions.
+
+        They are what `complete` would generate from, one item per prompt.
+        """
         service = self._service
         adapter = await service.models.find(body.model)
         files = await service.files_of(adapter)
@@ -97,13 +135,11 @@ class Completions:
         prompts = self._prompts_of(body, sampling["max_tokens"])
         shown_id = random_id("cmpl")
         ids = [shown_id] if len(prompts) == 1 else [f"{shown_id}-{i}" for i in range(len(prompts))]
-        return json_response(
-            [
-                rendered(one, tuple(prompt), sampling, body)
-                for one, prompt in zip(ids, prompts, strict=True)
-                if isinstance(prompt, list)
-            ]
-        )
+        return [
+            rendered(one, tuple(prompt), sampling, body)
+            for one, prompt in zip(ids, prompts, strict=True)
+            if isinstance(prompt, list)
+        ]
 
     def _prompts_of(self, body: CompletionRequest, max_tokens: int) -> list[str | list[int]]:
         """Return the prompts of a request; texts are token ids where the gateway needs these."""
@@ -168,7 +204,8 @@ class Completions:
 def _sampling(body: CompletionRequest, defaults: SamplingDefaults) -> dict[str, Any]:
     """Return the keywords of `AsyncClient.generate`."""
     if body.max_tokens == 0 and not body.echo:
-        raise HttpError(400, "max_tokens is 0; at least 1, or 0 with echo: true", "max_tokens")
+        message = "max_tokens must be at least 1, or 0 with echo: true, got 0"
+        raise HttpError(400, message, "max_tokens")
     max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else max(1, body.max_tokens)
     sampling = sampling_of(body, defaults, max_tokens)
     if body.logprobs is not None:
@@ -190,7 +227,7 @@ def prompts_of(
     if len(tokens) == len(prompt):
         return [tokens]
     if len(prompt) not in (len(texts), len(lists)):
-        raise HttpError(400, "prompts of several kinds; all texts or all lists of ids", param)
+        raise HttpError(400, "prompts must be all strings or all lists of token ids", param)
     return [*texts, *lists]
 
 

@@ -5,44 +5,29 @@ import math
 import operator
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
+from msgspec import Meta, Struct
 
 from loradock.client import NotServed
+from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import json_response
-from loradock.gateway.inference.answers import (
-    Classes,
-    ClassItem,
-    EmbeddingItem,
-    Embeddings,
-    Pooled,
-    PoolingItem,
-    RerankDocument,
-    Reranked,
-    RerankResult,
-    ScoreItem,
-    Scores,
-    Usage,
-)
-from loradock.gateway.inference.completions import TokenIds, prompts_of
-from loradock.gateway.inference.prompt_length import (
+from loradock.gateway.inference.completions import IdList, prompts_of
+from loradock.gateway.inference.sampling import (
+    Labels,
     Side,
     TruncatedTokens,
     check_length,
+    check_served,
     truncation_of,
 )
-from loradock.gateway.inference.sampling import Labels, check_served
-from loradock.gateway.inference.service import Service
-from loradock.gateway.timestamps import unix_seconds
+from loradock.gateway.inference.service import Service, Usage, new_id
+from loradock.gateway.recorder import unix_seconds
 from loradock.messages.prompts import TextPrompt, Truncation
 
 INPUTS_MAX: Final = 2048
 
-Input = str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]
+Input = str | Annotated[list[str | int | IdList], Meta(min_length=1)]
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)]
 Encoding = Literal["float", "base64"]
 
@@ -86,31 +71,125 @@ class RerankRequest(Labels, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
 
 
+class PoolingAnswer(Struct, frozen=True, kw_only=True):
+    """The beginning of an answer with one item per input."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+
+
+class EmbeddingItem(Struct, frozen=True):
+    """The vector of an input; Base64 stands for little-endian float32 numbers."""
+
+    index: int
+    embedding: tuple[float, ...] | str
+    object: str = "embedding"
+
+
+class Embeddings(PoolingAnswer, frozen=True, kw_only=True):
+    """The answer to `POST /v1/embeddings`."""
+
+    data: list[EmbeddingItem]
+    usage: Usage
+
+
+class ClassItem(Struct, frozen=True):
+    """The label with the highest score, and the scores of all labels."""
+
+    index: int
+    label: str
+    probs: tuple[float, ...]
+    num_classes: int
+
+
+class Classes(PoolingAnswer, frozen=True, kw_only=True):
+    """The answer to `POST /classify`; `labels` are in the order of `probs`."""
+
+    data: list[ClassItem]
+    labels: tuple[str, ...]
+    usage: Usage
+
+
+class PoolingItem(Struct, frozen=True):
+    """The vector or the scores of an input."""
+
+    index: int
+    data: tuple[float, ...] | str
+    object: str = "pooling"
+
+
+class Pooled(PoolingAnswer, frozen=True, kw_only=True):
+    """The answer to `POST /pooling`."""
+
+    data: list[PoolingItem]
+    usage: Usage
+
+
+class ScoreItem(Struct, frozen=True):
+    """The similarity of one pair of texts."""
+
+    index: int
+    score: float
+    object: str = "score"
+
+
+class Scores(PoolingAnswer, frozen=True, kw_only=True):
+    """The answer to `POST /score`."""
+
+    data: list[ScoreItem]
+    usage: Usage
+
+
+class RerankDocument(Struct, frozen=True):
+    """A document of the request; `multi_modal` is vLLM's field for one with images."""
+
+    text: str
+    multi_modal: None = None
+
+
+class RerankResult(Struct, frozen=True):
+    """The similarity of the document number `index` to the query."""
+
+    index: int
+    document: RerankDocument
+    relevance_score: float
+
+
+class Reranked(Struct, frozen=True):
+    """The answer to `POST /rerank`, the most similar document first."""
+
+    id: str
+    model: str
+    usage: Usage
+    results: list[RerankResult]
+
+
 class Pooling:
     """The endpoints."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def embeddings(self, _: Request, body: PoolingRequest) -> Response:
-        """Answer `POST /v1/embeddings`."""
+    @post("/v1/embeddings", errors=INFERENCE, span="embeddings")
+    async def embeddings(self, body: PoolingRequest) -> Embeddings:
+        """Embed inputs."""
         check_served(body)
         adapter = await self._service.models.find(body.model)
         found = await self._service.embed(
             self._inputs(body), adapter, _truncation(body), body.dimensions or 0
         )
         encoded = [_encoded(vector, body.encoding_format) for vector in found.vectors]
-        answer = Embeddings(
-            id=self._service.new_id("embd"),
-            created=unix_seconds(),
-            model=self._service.models.names.shown(adapter),
+        return Embeddings(
+            **self._head("embd", adapter),
             data=[EmbeddingItem(index, vector) for index, vector in enumerate(encoded)],
             usage=_usage(found.input_tokens),
         )
-        return json_response(answer)
 
-    async def classify(self, _: Request, body: PoolingRequest) -> Response:
-        """Answer `POST /classify`."""
+    @post("/classify", errors=INFERENCE, span="classify")
+    async def classify(self, body: PoolingRequest) -> Classes:
+        """Classify inputs."""
         check_served(body)
         if body.dimensions is not None:
             raise HttpError(400, "dimensions are of embeddings; leave them out", "dimensions")
@@ -120,18 +199,19 @@ class Pooling:
             ClassItem(index, label, row, len(row))
             for index, (label, row) in enumerate(zip(found.best, found.scores, strict=True))
         ]
-        answer = Classes(
-            id=self._service.new_id("classify"),
-            created=unix_seconds(),
-            model=self._service.models.names.shown(adapter),
+        return Classes(
+            **self._head("classify", adapter),
             data=items,
             labels=found.labels,
             usage=_usage(found.input_tokens),
         )
-        return json_response(answer)
 
-    async def pooling(self, _: Request, body: PoolingRequest) -> Response:
-        """Answer `POST /pooling` with vectors or scores, by the model's task."""
+    @post("/pooling", errors=INFERENCE, span="pooling")
+    async def pooling(self, body: PoolingRequest) -> Pooled:
+        """Embed or classify.
+
+        The answer has vectors or scores, by the model's task.
+        """
         check_served(body)
         adapter = await self._service.models.find(body.model)
         inputs, truncation = self._inputs(body), _truncation(body)
@@ -142,32 +222,34 @@ class Pooling:
             classification = await self._service.classify(inputs, adapter, truncation)
             rows, tokens = classification.scores, classification.input_tokens
         encoded = [_encoded(row, body.encoding_format) for row in rows]
-        answer = Pooled(
-            id=self._service.new_id("pool"),
-            created=unix_seconds(),
-            model=self._service.models.names.shown(adapter),
+        return Pooled(
+            **self._head("pool", adapter),
             data=[PoolingItem(index, row) for index, row in enumerate(encoded)],
             usage=_usage(tokens),
         )
-        return json_response(answer)
 
-    async def score(self, _: Request, body: ScoreRequest) -> Response:
-        """Answer `POST /score` with the cosine of the embeddings of each pair."""
+    @post("/score", "/v1/score", errors=INFERENCE, span="score")
+    async def score(self, body: ScoreRequest) -> Scores:
+        """Compare texts.
+
+        The score of a pair is the cosine of its embeddings.
+        """
         check_served(body)
         first, second = _pairs(body)
         adapter = await self._service.models.find(body.model)
         scores, tokens = await self._scores(first, second, adapter, body)
-        answer = Scores(
-            id=self._service.new_id("score"),
-            created=unix_seconds(),
-            model=self._service.models.names.shown(adapter),
+        return Scores(
+            **self._head("score", adapter),
             data=[ScoreItem(index, score) for index, score in enumerate(scores)],
             usage=_usage(tokens),
         )
-        return json_response(answer)
 
-    async def rerank(self, _: Request, body: RerankRequest) -> Response:
-        """Answer `POST /rerank` with the documents, the one closest to the query first."""
+    @post("/rerank", "/v1/rerank", "/v2/rerank", errors=INFERENCE, span="rerank")
+    async def rerank(self, body: RerankRequest) -> Reranked:
+        """Order documents.
+
+        The document closest to the query is the first one.
+        """
         check_served(body)
         documents = [body.documents] if isinstance(body.documents, str) else body.documents
         adapter = await self._service.models.find(body.model)
@@ -178,13 +260,17 @@ class Pooling:
             for index, (document, score) in enumerate(zip(documents, scores, strict=True))
         ]
         results.sort(key=lambda result: result.relevance_score, reverse=True)
-        answer = Reranked(
-            id=self._service.new_id("rerank"),
+        return Reranked(
+            id=new_id("rerank"),
             model=self._service.models.names.shown(adapter),
             usage=_usage(tokens),
             results=results[: body.top_n or None],
         )
-        return json_response(answer)
+
+    def _head(self, prefix: str, adapter: str | None) -> dict[str, Any]:
+        """Return the fields with which the answers begin."""
+        model = self._service.models.names.shown(adapter)
+        return {"id": new_id(prefix), "created": unix_seconds(), "model": model}
 
     async def _scores(
         self,
@@ -198,7 +284,9 @@ class Pooling:
         texts = list(dict.fromkeys((*first, *second)))
         names = ("text_1", "text_2") if isinstance(body, ScoreRequest) else ("query", "documents")
         if len(texts) > INPUTS_MAX:
-            raise HttpError(400, f"{len(texts)} texts; {INPUTS_MAX} are allowed", names[1])
+            raise HttpError(
+                400, f"a request can have at most {INPUTS_MAX} texts, got {len(texts)}", names[1]
+            )
         for name, side in zip(names, (first, second), strict=True):
             for text in side:
                 check_length(text, self._service.context, name)
@@ -210,7 +298,9 @@ class Pooling:
     def _inputs(self, body: PoolingRequest) -> list[TextPrompt]:
         prompts = prompts_of(body.input, "input")
         if len(prompts) > INPUTS_MAX:
-            raise HttpError(400, f"{len(prompts)} inputs; {INPUTS_MAX} are allowed", "input")
+            raise HttpError(
+                400, f"a request can have at most {INPUTS_MAX} inputs, got {len(prompts)}", "input"
+            )
         for prompt in prompts:
             check_length(prompt, self._service.context, "input")
         return [one if isinstance(one, str) else tuple(one) for one in prompts]
@@ -227,7 +317,7 @@ def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
         first = first * len(second)
     if len(first) != len(second):
         message = (
-            f"{len(first)} and {len(second)} texts; one and several, or equally many are needed"
+            f"text_1 must have one text or as many as text_2, got {len(first)} and {len(second)}"
         )
         raise HttpError(400, message, "text_2")
     return first, second

@@ -1,25 +1,324 @@
-"""`POST /v1/responses`: chats in OpenAI's Responses protocol, without any stored state."""
+"""`POST /v1/responses`: chats in OpenAI's Responses protocol.
+
+No answer is stored, so a request that refers to a stored one is refused.
+"""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from msgspec import Struct
-from starlette.requests import Request
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
 
-from loradock.gateway.http.endpoints import Answer
+from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.inference.chat import Chat, Chats
-from loradock.gateway.inference.event_answer import EventAnswer
-from loradock.gateway.inference.responses_request import (
-    FunctionChoice,
-    FunctionTool,
-    Reasoning,
-    ResponsesRequest,
-    TextConfig,
-    chat_of,
+from loradock.gateway.http.streams import EventStream
+from loradock.gateway.inference.answer import Chat, Event, EventAnswer
+from loradock.gateway.inference.chat import ChatRequest, Chats
+from loradock.gateway.inference.prompts import (
+    MESSAGES_MAX,
+    FunctionCall,
+    ImagePart,
+    ImageUrl,
+    Json,
+    Message,
+    Part,
+    RefusalPart,
+    TextPart,
+    ToolCall,
+    raw_json,
 )
+from loradock.gateway.inference.sampling import JsonSchema, ResponseFormat
 from loradock.gateway.inference.service import Service
-from loradock.gateway.tools.blocks import Block, Step
+from loradock.gateway.inference.tool_parsers import Block, Step
+
+INCLUDED: Final = ("reasoning.encrypted_content",)
+"""What can be included, and never is, because answers have none of it."""
+
+
+class InputText(Struct, frozen=True, tag_field="type", tag="input_text"):
+    """A text."""
+
+    text: str
+
+
+class OutputTextPart(Struct, frozen=True, tag_field="type", tag="output_text"):
+    """A text of an earlier answer."""
+
+    text: str
+
+
+class RefusalOutput(Struct, frozen=True, tag_field="type", tag="refusal"):
+    """A refusal of an earlier answer."""
+
+    refusal: str
+
+
+class InputImage(Struct, frozen=True, tag_field="type", tag="input_image"):
+    """An image, as a data URL or the URL of an allowed host."""
+
+    image_url: str
+    detail: str | None = None
+
+
+Content = str | list[InputText | OutputTextPart | RefusalOutput | InputImage]
+
+
+class InputItem(Struct, frozen=True):
+    """A `message`, a `function_call` or a `function_call_output`; each has some of the fields."""
+
+    type: str = "message"
+    role: str = ""
+    content: Content = ""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: Content = ""
+
+
+class FunctionTool(Struct, frozen=True):
+    """A function that the model may call; no other type of tool is served."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Struct, frozen=True):
+    """The one function that has to be called."""
+
+    type: str
+    name: str = ""
+
+
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    """`text`, `json_object`, or `json_schema` with a schema."""
+
+    type: str
+    name: str = "output"
+    schema: msgspec.Raw | UnsetType = UNSET
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The structure of the answer; `verbosity` has no effect."""
+
+    format: TextFormat = TextFormat("text")
+    verbosity: str | None = None
+
+
+class Reasoning(Struct, frozen=True, omit_defaults=True):
+    """`effort` is the template's `reasoning_effort`; a summary is not made."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Nothing is obfuscated."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body; fields below `conversation` are accepted and change nothing.
+
+    `store` does so too: answers are never stored, and say `store: false`.
+    """
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    instructions: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    stream: bool | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    top_logprobs: int | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    prompt: Json = UNSET
+    conversation: Json = UNSET
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    max_tool_calls: int | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    user: str | None = None
+
+
+def chat_of(body: ResponsesRequest) -> ChatRequest:
+    """Return the chat of a request; raises `HttpError`."""
+    _check_served(body)
+    return ChatRequest(
+        model=body.model,
+        messages=_messages_of(body),
+        tools=_tools_of(body.tools or ()),
+        tool_choice=_choice_of(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format_of(body.text),
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        stream=body.stream,
+    )
+
+
+def _check_served(body: ResponsesRequest) -> None:
+    """Raise `HttpError` for what is not served."""
+    no_store = "answers are not stored; send the earlier items in input"
+    wrong = {
+        "previous_response_id": (body.previous_response_id is not None, no_store),
+        "conversation": (_is_set(body.conversation), no_store),
+        "prompt": (_is_set(body.prompt), "there are no stored prompts; send instructions"),
+        "background": (bool(body.background), "answers are not stored; send background: false"),
+        "truncation": (
+            body.truncation not in (None, "disabled"),
+            "inputs are not shortened; send truncation: 'disabled'",
+        ),
+        "top_logprobs": (bool(body.top_logprobs), "use /v1/chat/completions for logprobs"),
+        "include": (
+            any(name not in INCLUDED for name in body.include or ()),
+            f"only {', '.join(INCLUDED)} can be included",
+        ),
+    }
+    for name, (is_wrong, reason) in wrong.items():
+        if is_wrong:
+            raise HttpError(400, f"{name} is not served: {reason}", name)
+
+
+def _is_set(value: Json) -> bool:
+    return isinstance(value, msgspec.Raw) and bytes(value).strip() != b"null"
+
+
+def _messages_of(body: ResponsesRequest) -> list[Message]:
+    """Return the messages; templates expect one system message, and calls in one message."""
+    messages: list[Message] = []
+    if body.instructions:
+        messages.append(Message("system", body.instructions))
+    if isinstance(body.input, str):
+        return [*messages, Message("user", body.input)]
+    for item in body.input:
+        _append(messages, _message_of(item))
+    return messages
+
+
+def _append(messages: list[Message], message: Message) -> None:
+    """Append a message, or join it with the one before that belongs to the same turn."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != message.role:
+        messages.append(message)
+    elif message.role == "assistant" and message.tool_calls:
+        calls = [*(last.tool_calls or ()), *message.tool_calls]
+        messages[-1] = replace(last, tool_calls=calls)
+    elif message.role == "system" and len(messages) == 1:
+        messages[-1] = replace(last, content=f"{_text(last.content)}\n\n{_text(message.content)}")
+    else:
+        messages.append(message)
+
+
+def _message_of(item: InputItem) -> Message:
+    match item.type:
+        case "message":
+            # Templates know the role under its former name.
+            role = "system" if item.role == "developer" else item.role
+            if role not in ("system", "user", "assistant"):
+                message = f"a role must be system, developer, user or assistant, got {role!r}"
+                raise HttpError(400, message, "input")
+            return Message(role, _content(item.content))
+        case "function_call":
+            call = ToolCall(FunctionCall(item.name, item.arguments), item.call_id)
+            return Message("assistant", None, tool_calls=[call])
+        case "function_call_output":
+            return Message("tool", _content(item.output), tool_call_id=item.call_id)
+    message = (
+        "items of input must be messages, function_call or function_call_output, got "
+        f"{item.type!r}; leave it out"
+    )
+    raise HttpError(400, message, "input")
+
+
+def _content(content: Content) -> str | list[Part]:
+    """Return the content of a message; a single text is a string."""
+    if isinstance(content, str):
+        return content
+    match content:
+        case [InputText(text=text) | OutputTextPart(text=text)]:
+            return text
+    return [_part(part) for part in content]
+
+
+def _part(part: InputText | OutputTextPart | RefusalOutput | InputImage) -> Part:
+    match part:
+        case InputImage(image_url=url, detail=detail):
+            return ImagePart(ImageUrl(url, detail))
+        case RefusalOutput(refusal=refusal):
+            return RefusalPart(refusal)
+        case InputText(text=text) | OutputTextPart(text=text):
+            return TextPart(text)
+
+
+def _text(content: str | list[Part] | None) -> str:
+    """Return the content of a system message as a text."""
+    if not isinstance(content, list):
+        return content or ""
+    if not all(isinstance(part, TextPart) for part in content):
+        raise HttpError(400, "a system message must consist of texts", "input")
+    return "\n".join([part.text for part in content if isinstance(part, TextPart)])
+
+
+def _tools_of(tools: Sequence[FunctionTool]) -> msgspec.Raw | UnsetType:
+    """Return the tools as a chat has them."""
+    if not tools:
+        return UNSET
+    other = next((tool.type for tool in tools if tool.type != "function"), None)
+    if other is not None:
+        raise HttpError(400, f"tools must be functions, got {other!r}; leave it out", "tools")
+    shown = ("name", "description", "parameters", "strict")
+    return raw_json(
+        [
+            {
+                "type": "function",
+                "function": {
+                    name: value
+                    for name in shown
+                    if (value := getattr(tool, name)) is not None or name == "name"
+                },
+            }
+            for tool in tools
+        ]
+    )
+
+
+def _choice_of(choice: str | FunctionChoice | None) -> msgspec.Raw | UnsetType:
+    if choice is None:
+        return UNSET
+    if isinstance(choice, str):
+        return raw_json(choice)
+    return raw_json({"type": choice.type, "function": {"name": choice.name}})
+
+
+def _format_of(text: TextConfig | None) -> ResponseFormat | None:
+    if text is None:
+        return None
+    wanted = text.format
+    if wanted.type != "json_schema":
+        return ResponseFormat(wanted.type)
+    return ResponseFormat(wanted.type, JsonSchema(wanted.name, wanted.schema))
+
 
 _ENDED: Final = ("stop", "tool_calls")
 """How an output ends that is complete."""
@@ -56,14 +355,14 @@ Item = OutputMessage | FunctionCallItem
 
 
 class InputDetails(Struct, frozen=True):
-    """Shared prefixes are not counted apart."""
+    """Shared prefixes are not counted separately."""
 
     cached_tokens: int = 0
     cache_write_tokens: int = 0
 
 
 class OutputDetails(Struct, frozen=True):
-    """Reasoning is not counted apart."""
+    """Reasoning is not counted separately."""
 
     reasoning_tokens: int = 0
 
@@ -120,101 +419,6 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
-class _Event(Struct, frozen=True, tag_field="type", kw_only=True):
-    """An event; they are numbered from 0."""
-
-    sequence_number: int
-
-
-class _OfResponse(_Event, frozen=True, kw_only=True):
-    response: ResponseAnswer
-
-
-class Created(_OfResponse, frozen=True, kw_only=True, tag="response.created"):
-    """The answer is known to the server."""
-
-
-class InProgress(_OfResponse, frozen=True, kw_only=True, tag="response.in_progress"):
-    """Its generation has begun."""
-
-
-class Completed(_OfResponse, frozen=True, kw_only=True, tag="response.completed"):
-    """The whole answer."""
-
-
-class EndedIncomplete(_OfResponse, frozen=True, kw_only=True, tag="response.incomplete"):
-    """The answer, which is incomplete."""
-
-
-class Failed(_OfResponse, frozen=True, kw_only=True, tag="response.failed"):
-    """The answer until its failure."""
-
-
-class _OfItem(_Event, frozen=True, kw_only=True):
-    output_index: int
-    item: Item
-
-
-class ItemAdded(_OfItem, frozen=True, kw_only=True, tag="response.output_item.added"):
-    """An item begins."""
-
-
-class ItemDone(_OfItem, frozen=True, kw_only=True, tag="response.output_item.done"):
-    """The whole item."""
-
-
-class _AboutItem(_Event, frozen=True, kw_only=True):
-    item_id: str
-    output_index: int
-
-
-class _AboutContent(_AboutItem, frozen=True, kw_only=True):
-    content_index: int = 0
-
-
-class PartAdded(_AboutContent, frozen=True, kw_only=True, tag="response.content_part.added"):
-    """The text of a message begins."""
-
-    part: OutputText
-
-
-class PartDone(_AboutContent, frozen=True, kw_only=True, tag="response.content_part.done"):
-    """The text of a message is complete."""
-
-    part: OutputText
-
-
-class TextDelta(_AboutContent, frozen=True, kw_only=True, tag="response.output_text.delta"):
-    """More text."""
-
-    delta: str
-    logprobs: tuple[()] = ()
-
-
-class TextDone(_AboutContent, frozen=True, kw_only=True, tag="response.output_text.done"):
-    """The whole text."""
-
-    text: str
-    logprobs: tuple[()] = ()
-
-
-class ArgumentsDelta(
-    _AboutItem, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
-):
-    """More of a call's arguments."""
-
-    delta: str
-
-
-class ArgumentsDone(
-    _AboutItem, frozen=True, kw_only=True, tag="response.function_call_arguments.done"
-):
-    """All arguments of a call."""
-
-    name: str
-    arguments: str
-
-
 class Responses:
     """The endpoint."""
 
@@ -222,8 +426,9 @@ class Responses:
         self._service = service
         self._chats = chats
 
-    async def create(self, _: Request, body: ResponsesRequest) -> Answer:
-        """Answer `POST /v1/responses`."""
+    @post("/v1/responses", errors=INFERENCE, has_images=True, span="chat")
+    async def create(self, body: ResponsesRequest) -> ResponseAnswer | EventStream:
+        """Continue a chat, as in the Responses protocol."""
         chat = await self._chats.start(chat_of(body))
         return await _Answer(self._service, chat, body).response(stream=bool(body.stream))
 
@@ -245,52 +450,56 @@ class _Answer(EventAnswer[ResponseAnswer]):
         details = Incomplete("max_output_tokens") if self.reason == "length" else None
         return self._response("incomplete", output, counted, incomplete_details=details)
 
-    def _begun(self) -> Sequence[Struct]:
+    def _begun(self) -> Sequence[Event]:
         response = self._response("in_progress", [], None)
         return [
-            self._event(Created, response=response),
-            self._event(InProgress, response=response),
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
         ]
 
-    def _changed(self, step: Step) -> Sequence[Struct]:
-        block = step.block
-        about = {"item_id": self._item_id(block), "output_index": block.index}
+    def _changed(self, step: Step) -> Sequence[Event]:
+        block, is_text = step.block, step.block.kind == "text"
+        item = {"output_index": block.index}
+        part = {"item_id": self._item_id(block), **item}
+        kind = "response.function_call_arguments"
+        if is_text:
+            part, kind = {**part, "content_index": 0}, "response.output_text"
         if step.kind == "more":
-            kind = TextDelta if block.kind == "text" else ArgumentsDelta
-            return [self._event(kind, **about, delta=step.text)]
+            more = {"logprobs": ()} if is_text else {}
+            return [self._event(f"{kind}.delta", **part, delta=step.text, **more)]
         if step.kind == "begin":
-            item = self._item(block, "in_progress")
-            events = [self._event(ItemAdded, output_index=block.index, item=item)]
-            if block.kind == "text":
-                events.append(self._event(PartAdded, **about, part=OutputText("")))
+            shown = self._item(block, "in_progress")
+            events = [self._event("response.output_item.added", **item, item=shown)]
+            if is_text:
+                text = OutputText("")
+                events.append(self._event("response.content_part.added", **part, part=text))
             return events
-        text = block.text
-        if block.kind == "call":
-            done = [self._event(ArgumentsDone, **about, name=block.name, arguments=text)]
-        else:
+        if is_text:
             done = [
-                self._event(TextDone, **about, text=text),
-                self._event(PartDone, **about, part=OutputText(text)),
+                self._event(f"{kind}.done", **part, text=block.text, logprobs=()),
+                self._event("response.content_part.done", **part, part=OutputText(block.text)),
             ]
-        item = self._item(block)
-        return [*done, self._event(ItemDone, output_index=block.index, item=item)]
+        else:
+            done = [self._event(f"{kind}.done", **part, name=block.name, arguments=block.text)]
+        shown = self._item(block)
+        return [*done, self._event("response.output_item.done", **item, item=shown)]
 
-    def _ended(self) -> Sequence[Struct]:
+    def _ended(self) -> Sequence[Event]:
         response = self._final()
-        kind = Completed if response.status == "completed" else EndedIncomplete
-        return [self._event(kind, response=response)]
+        return [self._event(f"response.{response.status}", response=response)]
 
-    def _failed(self, error: HttpError) -> Struct:
+    def _failed(self, error: HttpError) -> Event:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failure = Failure(code, error.message)
         output = [self._item(block, "incomplete") for block in self.blocks]
-        return self._event(Failed, response=self._response("failed", output, None, error=failure))
+        response = self._response("failed", output, None, error=failure)
+        return self._event("response.failed", response=response)
 
-    def _event(self, kind: Any, **fields: Any) -> Struct:
+    def _event(self, kind: str, **fields: Any) -> Event:
+        """Return an event; they are numbered from 0."""
         number = self._events_sent
         self._events_sent += 1
-        event: Struct = kind(sequence_number=number, **fields)
-        return event
+        return {"type": kind, "sequence_number": number, **fields}
 
     def _item_id(self, block: Block) -> str:
         prefix = "msg" if block.kind == "text" else "fc"

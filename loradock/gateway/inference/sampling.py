@@ -1,21 +1,31 @@
-"""Sampling parameters of requests, and what of them is served.
+"""Parameters of generations: what a request sets, what the model recommends, what is served.
 
 A parameter that the engine does not serve is refused by its name, unless its value is the one that
-changes nothing.
+changes nothing. Here are also the structure of an output, under the names of OpenAI and of vLLM,
+the length of prompts, and what a generation would start from.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from operator import attrgetter
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
-from loradock.gateway.http.errors import FieldProblem, HttpError, refused_field
-from loradock.gateway.inference.prompt_length import Side, TruncatedTokens
-from loradock.gateway.inference.structures import ResponseFormat, StructuredOutputs, structure_of
-from loradock.messages.prompts import LOGPROBS_MAX, Priority
+from loradock.client.arguments import check_arguments
+from loradock.client.calls import NO_ID
+from loradock.gateway.http.errors import HttpError, prompt_too_long
+from loradock.messages.prompts import (
+    LOGPROBS_MAX,
+    PROMPT_CHARACTERS_MAX,
+    PROMPT_TOKENS_MAX,
+    Priority,
+    Sampling,
+    Structure,
+    Truncation,
+)
+from loradock.messages.requests import Generate
 
 CHOICES_MAX: Final = 128
 STOP_MAX: Final = 16
@@ -26,6 +36,38 @@ TEMPERATURE_DEFAULT: Final = 1.0
 Tokens = Annotated[int, Meta(ge=0, le=1_000_000)]
 Logprobs = Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+WHOLE_CONTEXT: Final = -1
+"""The value of `truncate_prompt_tokens` for as many tokens as the context has space for."""
+
+TruncatedTokens = Annotated[int, Meta(ge=WHOLE_CONTEXT, le=PROMPT_TOKENS_MAX)]
+Side = Literal["left", "right"]
+
+
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    """The schema of a `response_format`; it is always followed, whether `strict` or not."""
+
+    name: str
+    schema: msgspec.Raw | UnsetType = UNSET
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    """`text`, `json_object` or `json_schema`."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the kinds of vLLM; a grammar and structural tags are not served."""
+
+    json: msgspec.Raw | UnsetType = UNSET
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+    grammar: str | None = None
+    structural_tag: msgspec.Raw | UnsetType = UNSET
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -215,7 +257,7 @@ def check_served(body: Struct) -> None:
         if value is None or value is UNSET or value in UNCHANGED[name]:
             continue
         if not isinstance(value, msgspec.Raw) or bytes(value).strip() != _NULL:
-            raise refused_field(FieldProblem(name, f"{name} is not served; leave it out"))
+            raise HttpError(400, f"{name} is not served; leave it out", name)
 
 
 def check_stream_options(body: SamplingFields) -> None:
@@ -268,3 +310,202 @@ def _stop_of(stop: str | list[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+_fields: Final = attrgetter(
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+)
+_NONE: Final = (None, None, UNSET, None, None)
+
+
+def structure_of(body: Any) -> Structure | None:
+    """Return the structure that a request has; raises `HttpError` for more than one."""
+    if _fields(body) == _NONE:
+        return None
+    found = {name: one for name, one in _structures(body).items() if one is not None}
+    if len(found) > 1:
+        names = " and ".join(sorted(found))
+        raise HttpError(400, f"{names} exclude each other", sorted(found)[0])
+    return next(iter(found.values()), None)
+
+
+def _structures(body: Any) -> dict[str, Structure | None]:
+    outputs: StructuredOutputs = body.structured_outputs or StructuredOutputs()
+    if outputs.grammar is not None or outputs.structural_tag is not UNSET:
+        message = "structured_outputs with a grammar or structural tags are not served"
+        raise HttpError(400, message, "structured_outputs")
+    return {
+        "response_format": _of_response_format(body.response_format),
+        "structured_outputs.json": _schema(outputs.json),
+        "structured_outputs.regex": _regex(outputs.regex),
+        "structured_outputs.choice": _choice(outputs.choice),
+        "structured_outputs.json_object": _any_object() if outputs.json_object else None,
+        "guided_json": _schema(body.guided_json),
+        "guided_regex": _regex(body.guided_regex),
+        "guided_choice": _choice(body.guided_choice),
+    }
+
+
+def _of_response_format(wanted: ResponseFormat | None) -> Structure | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return _any_object()
+    if wanted.type != "json_schema":
+        message = (
+            f"response_format {wanted.type!r} is not served; text, json_object and json_schema are"
+        )
+        raise HttpError(400, message, "response_format")
+    if wanted.json_schema is None or wanted.json_schema.schema is UNSET:
+        raise HttpError(
+            400, "response_format json_schema needs json_schema.schema", "response_format"
+        )
+    return _schema(wanted.json_schema.schema)
+
+
+def _schema(raw: msgspec.Raw | UnsetType) -> Structure | None:
+    """Return the structure of a schema, which may be JSON within a string."""
+    if raw is UNSET:
+        return None
+    text = bytes(raw).decode().strip()
+    if text == "null":
+        return None
+    if text.startswith('"'):
+        text = msgspec.json.decode(text, type=str)
+    return Structure("json_schema", text)
+
+
+def _any_object() -> Structure:
+    return Structure("json_schema")
+
+
+def _regex(pattern: str | None) -> Structure | None:
+    return None if pattern is None else Structure("regex", pattern)
+
+
+def _choice(choices: list[str] | None) -> Structure | None:
+    return None if choices is None else Structure("choice", choices=tuple(choices))
+
+
+def check_length(prompt: str | Sequence[int], context: int | None, param: str) -> None:
+    """Raise `HttpError` for a prompt that is too long to be sent; `context` None: unknown."""
+    unit, most = "tokens", PROMPT_TOKENS_MAX
+    if isinstance(prompt, str):
+        unit, most = "characters", PROMPT_CHARACTERS_MAX
+    if len(prompt) > most:
+        raise prompt_too_long(f"{len(prompt)} {unit} > {most} maximum", context, param)
+
+
+def truncation_of(tokens: int | None, side: Side | None, default: Side) -> Truncation | None:
+    """Return the truncation that a request asks for; raises `HttpError`.
+
+    `default`: the side that is cut without `truncation_side`.
+    """
+    if tokens is None:
+        return None
+    if tokens == 0:
+        message = "truncate_prompt_tokens must be -1 (the model's context) or at least 1, got 0"
+        raise HttpError(400, message, "truncate_prompt_tokens")
+    return Truncation(max(0, tokens), side or default)
+
+
+def truncated(
+    truncation: Truncation,
+    tokens: list[int],
+    content: list[int],
+    space: int | None,
+) -> list[int]:
+    """Return the tokens of a prompt after truncation; raises `HttpError`.
+
+    `content`: those without special ones. `space`: the tokens of the context that the output does
+    not need; None if the context is unknown.
+    """
+    limit = truncation.tokens or space
+    if limit is None:
+        message = (
+            "truncate_prompt_tokens -1 needs the context of the model, which has none in its "
+            "config.json; name a number of tokens, or start the gateway with --max-model-len"
+        )
+        raise HttpError(400, message, "truncate_prompt_tokens")
+    return truncation.cut(tokens, content, max(1, limit))
+
+
+class RenderedSampling(Struct, frozen=True, kw_only=True):
+    """The sampling parameters after defaults; `logit_bias` by token id."""
+
+    n: int
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    structured_outputs: dict[str, Any] | None
+
+
+class Rendered(Struct, frozen=True, kw_only=True):
+    """The token ids of one prompt, and how it would be continued."""
+
+    request_id: str
+    model: str | None
+    token_ids: tuple[int, ...]
+    sampling_params: RenderedSampling
+    stream: bool
+    stream_options: StreamOptions | None
+    priority: int
+
+
+def rendered(
+    request_id: str, tokens: tuple[int, ...], sampling: dict[str, Any], body: SamplingFields
+) -> Rendered:
+    """Return what a generation would start from; `sampling`: the keywords of its start.
+
+    Raises `LoradockError` for values that the start would refuse.
+    """
+    options = dict(sampling)
+    priority = options.pop("priority", 0)
+    request = Generate(NO_ID, None, tokens, Sampling(**options), priority=priority)
+    check_arguments(request)
+    return Rendered(
+        request_id=request_id,
+        model=body.model,
+        token_ids=tokens,
+        sampling_params=_shown(request.sampling),
+        stream=bool(body.stream),
+        stream_options=body.stream_options if body.stream else None,
+        priority=priority,
+    )
+
+
+def _shown(sampling: Sampling) -> RenderedSampling:
+    """Return sampling parameters under their names in vLLM."""
+    values = msgspec.structs.asdict(sampling) | {
+        "include_stop_str_in_output": sampling.include_stop,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "structured_outputs": _outputs(sampling.structure),
+    }
+    return RenderedSampling(**{name: values[name] for name in RenderedSampling.__struct_fields__})
+
+
+def _outputs(structure: Structure | None) -> dict[str, Any] | None:
+    match structure:
+        case None:
+            return None
+        case Structure(kind="regex", text=text):
+            return {"regex": text}
+        case Structure(kind="choice", choices=choices):
+            return {"choice": choices}
+        case Structure(text=""):
+            return {"json_object": True}
+    return {"json": structure.text}

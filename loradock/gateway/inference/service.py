@@ -1,11 +1,18 @@
-"""What the endpoints of inference have in common: model, tokenizer, starts, ids and usage."""
+"""The service of inference: it starts the generations of a request, and their `Run` reads them.
 
+All generations of a request are started together, and read as a whole or as one sequence of
+outputs. Closing a run cancels those that have not ended.
+"""
+
+import asyncio
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeVar
+from itertools import chain
+from typing import Any, Final, NamedTuple, TypeVar
 
-from msgspec import Struct
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from loradock.client import (
     AsyncClient,
@@ -17,13 +24,11 @@ from loradock.client import (
 from loradock.gateway.adapters.models import Models
 from loradock.gateway.http.errors import HttpError
 from loradock.gateway.inference.adapter_files import AdapterFiles
-from loradock.gateway.inference.answers import Usage
 from loradock.gateway.inference.logprobs import TokenText, TokenTextOf
 from loradock.gateway.inference.model_files import ModelFiles
-from loradock.gateway.inference.run import Run
 from loradock.gateway.inference.sampling import SamplingFields
 from loradock.gateway.inference.tokenizer import Tokenizer, no_tokenizer
-from loradock.gateway.metrics.recorder import Recorder
+from loradock.gateway.recorder import SPAN, Recorder
 from loradock.messages.prompts import TextPrompt, Truncation
 from loradock.messages.requests import GenerationDone, TokensStreamed
 
@@ -32,6 +37,17 @@ _TEXTS_MAX: Final = 4096
 
 Pooled = TypeVar("Pooled", Embedding, Classification)
 
+TokenIds = tuple[int, ...] | UnsetType | None
+"""Token ids, for requests with `return_token_ids`; null for a prompt with images."""
+
+
+class Usage(Struct, frozen=True):
+    """Numbers of tokens of a request."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
 
 class Start(Struct, frozen=True):
     """One generation to start."""
@@ -39,6 +55,178 @@ class Start(Struct, frozen=True):
     prompt: TextPrompt
     sampling: dict[str, Any]
     images: tuple[bytes, ...] = ()
+
+
+class Output(NamedTuple):
+    """A chunk of a choice, the last one with a finish reason; or the end of its generation."""
+
+    choice: int
+    chunk: TokensStreamed | None = None
+    done: GenerationDone | None = None
+
+
+class Run:
+    """Generations in flight, each with `per_generation` choices."""
+
+    def __init__(
+        self, generations: Sequence[AsyncGeneration], recorder: Recorder, per_generation: int = 1
+    ) -> None:
+        self._generations = generations
+        self._per_generation = per_generation
+        self._measurements = [recorder.begin() for _ in generations]
+        self._span = SPAN.get()
+        self._span.on_start(self.choices)
+        self._readers: list[asyncio.Task[None]] = []
+        self._first: Output | None = None
+        self._source = self._read_one(0) if len(generations) == 1 else self._read_all()
+
+    @property
+    def choices(self) -> int:
+        """The number of choices."""
+        return len(self._generations) * self._per_generation
+
+    async def collected(self) -> list[Output]:
+        """Read everything; return a chunk per choice, in order, and then each generation's end.
+
+        Raises `LoradockError`.
+        """
+        chunks: list[list[TokensStreamed]] = [[] for _ in range(self.choices)]
+        if len(self._generations) == 1:
+            ends = [await self._collect(0, chunks)]
+        else:
+            numbers = range(len(self._generations))
+            tasks = [asyncio.create_task(self._collect(number, chunks)) for number in numbers]
+            try:
+                ends = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return [*(Output(choice, _joined(parts)) for choice, parts in enumerate(chunks)), *ends]
+
+    async def wait_for_first(self) -> None:
+        """Wait for the first output: what fails before it can still be answered with a status."""
+        self._first = await anext(self._source)
+
+    async def outputs(self) -> AsyncGenerator[Output, None]:
+        """Yield every output, and per generation one with `done`; raises `LoradockError`."""
+        if self._first is not None:
+            yield self._first
+        async for output in self._source:
+            yield output
+
+    async def close(self) -> None:
+        """Cancel what has not ended."""
+        for reader in self._readers:
+            reader.cancel()
+        for generation, measurement in zip(self._generations, self._measurements, strict=True):
+            measurement.on_closed()
+            await generation.close()
+
+    async def _collect(self, number: int, chunks: list[list[TokensStreamed]]) -> Output:
+        measurement = self._measurements[number]
+        first = number * self._per_generation
+
+        def on_chunk(chunk: TokensStreamed) -> None:
+            if generated := generated_tokens(chunk):
+                measurement.on_tokens(chunk.index, len(generated))
+            chunks[first + chunk.index].append(chunk)
+            self._span.on_chunk(first + chunk.index, chunk)
+
+        try:
+            result = await self._generations[number].read(on_chunk)
+        except LoradockError as error:
+            self._fail(number, error)
+            raise
+        for index in range(self._per_generation):
+            parts = chunks[first + index]
+            if not parts or parts[-1].finish_reason is None:
+                parts.append(_end(result, index))
+                self._span.on_chunk(first + index, parts[-1])
+        return self._finish(number, result)
+
+    async def _read_one(self, number: int) -> AsyncGenerator[Output, None]:
+        generation, measurement = self._generations[number], self._measurements[number]
+        first = number * self._per_generation
+        running = set(range(self._per_generation))
+        try:
+            async for chunk in generation:
+                if generated := generated_tokens(chunk):
+                    measurement.on_tokens(chunk.index, len(generated))
+                if chunk.finish_reason is not None:
+                    running.discard(chunk.index)
+                self._span.on_chunk(first + chunk.index, chunk)
+                yield Output(first + chunk.index, chunk)
+        except LoradockError as error:
+            self._fail(number, error)
+            raise
+        result = generation.result
+        if result is not None:
+            for index in sorted(running):
+                end = _end(result, index)
+                self._span.on_chunk(first + index, end)
+                yield Output(first + index, end)
+            yield self._finish(number, result)
+
+    def _finish(self, number: int, result: GenerationDone) -> Output:
+        self._measurements[number].on_done(result)
+        first = number * self._per_generation
+        self._span.on_done(first, result)
+        return Output(first, done=result)
+
+    def _fail(self, number: int, error: LoradockError) -> None:
+        self._measurements[number].on_failed()
+        self._span.on_error(error)
+
+    async def _read_all(self) -> AsyncGenerator[Output, None]:
+        outputs: asyncio.Queue[Output | LoradockError] = asyncio.Queue(maxsize=1)
+        for number in range(len(self._generations)):
+            self._readers.append(asyncio.create_task(self._forward(number, outputs)))
+        running = len(self._generations)
+        while running:
+            output = await outputs.get()
+            if isinstance(output, LoradockError):
+                raise output
+            running -= output.done is not None
+            yield output
+
+    async def _forward(self, number: int, outputs: "asyncio.Queue[Output | LoradockError]") -> None:
+        try:
+            async for output in self._read_one(number):
+                await outputs.put(output)
+        except LoradockError as error:
+            # Raised again where the outputs are read.
+            await outputs.put(error)
+
+
+def generated_tokens(chunk: TokensStreamed) -> tuple[int, ...]:
+    """Return the tokens of a chunk, with the one that ended the output."""
+    return chunk.tokens if chunk.end_token is None else (*chunk.tokens, chunk.end_token)
+
+
+def returned_ids(chunk: TokensStreamed, body: SamplingFields) -> tuple[int, ...] | UnsetType:
+    """Return the token ids of a chunk if the request has `return_token_ids`."""
+    return generated_tokens(chunk) if body.return_token_ids else UNSET
+
+
+def _end(result: GenerationDone, index: int) -> TokensStreamed:
+    """Return the end of an output whose stream has none."""
+    return TokensStreamed(result.request_id, 0, (), index=index, finish_reason=result.finish_reason)
+
+
+def _joined(parts: list[TokensStreamed]) -> TokensStreamed:
+    """Return the chunks of a choice as one."""
+    if len(parts) == 1:
+        return parts[0]
+    last = parts[-1]
+    return msgspec.structs.replace(
+        parts[0],
+        tokens=tuple(chain.from_iterable([part.tokens for part in parts])),
+        text="".join([part.text for part in parts]),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        end_token=last.end_token,
+        logprobs=tuple(chain.from_iterable([part.logprobs for part in parts])),
+    )
 
 
 class Service:
@@ -60,7 +248,7 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises `HttpError` where there is none."""
+        """The model's tokenizer; raises `HttpError` if there is none."""
         tokenizer = self.adapter_files.base.tokenizer
         if tokenizer is None:
             raise no_tokenizer()
@@ -68,7 +256,7 @@ class Service:
 
     @property
     def context(self) -> int | None:
-        """The tokens of prompt and output together; None where unknown."""
+        """The tokens of prompt and output together; None if unknown."""
         return self.adapter_files.base.context
 
     async def files_of(self, adapter: str | None) -> ModelFiles:
@@ -84,8 +272,8 @@ class Service:
         if len(starts) * count > CHOICES_PER_REQUEST_MAX:
             raise HttpError(
                 400,
-                f"{len(starts) * count} texts are requested; one request may produce "
-                f"{CHOICES_PER_REQUEST_MAX}",
+                f"a request can produce at most {CHOICES_PER_REQUEST_MAX} texts, got "
+                f"{len(starts) * count}",
                 "n",
             )
         generations: list[AsyncGeneration] = []
@@ -93,15 +281,11 @@ class Service:
             for one in starts:
                 generations += [await self._start_one(adapter, one)]
                 self.recorder.on_generation(count, one.sampling.get("max_tokens"))
-            return self.run_of(generations, count)
+            return Run(generations, self.recorder, count)
         except BaseException:
             for generation in generations:
                 await generation.close()
             raise
-
-    def run_of(self, generations: Sequence[AsyncGeneration], count: int) -> Run:
-        """Return the run of generations that were started, with `count` choices each."""
-        return Run(generations, self.recorder, count)
 
     async def embed(
         self,
@@ -116,7 +300,7 @@ class Service:
                 inputs,
                 adapter,
                 timeout_s=self.timeout_s,
-                trace=self.trace_of(adapter),
+                trace=_traceparent(adapter),
                 truncation=truncation,
                 dimensions=dimensions,
             )
@@ -134,7 +318,7 @@ class Service:
                 inputs,
                 adapter,
                 timeout_s=self.timeout_s,
-                trace=self.trace_of(adapter),
+                trace=_traceparent(adapter),
                 truncation=truncation,
             )
         )
@@ -144,6 +328,7 @@ class Service:
         try:
             found = await pooling
             measurement.on_pooled(found.input_tokens)
+            SPAN.get().on_pooled(found.input_tokens)
         except LoradockError:
             measurement.on_failed()
             raise
@@ -151,23 +336,30 @@ class Service:
             measurement.on_closed()
         return found
 
-    def new_id(self, prefix: str, separator: str = "-") -> str:
-        """Return an id for the answer to a request."""
-        return random_id(prefix, separator)
-
-    def trace_of(self, adapter: str | None) -> str:  # noqa: ARG002 - for a service with traces
-        """Return the `traceparent` of what is started with an adapter; empty without traces."""
-        return ""
-
     async def _start_one(self, adapter: str | None, start: Start) -> AsyncGeneration:
         return await self.client.generate(
             start.prompt,
             adapter,
             images=start.images,
             timeout_s=self.timeout_s,
-            trace=self.trace_of(adapter),
+            trace=_traceparent(adapter),
             **start.sampling,
         )
+
+
+def _traceparent(adapter: str | None) -> str:
+    """Return the `traceparent` of the current request, which needs this adapter."""
+    span = SPAN.get()
+    if adapter is not None:
+        span.on_adapter(adapter)
+    return span.parent
+
+
+def new_id(prefix: str, separator: str = "-") -> str:
+    """Return the id of the answer to the current request."""
+    answer_id = random_id(prefix, separator)
+    SPAN.get().on_id(answer_id)
+    return answer_id
 
 
 def random_id(prefix: str, separator: str = "-") -> str:
@@ -183,7 +375,7 @@ def finish_reason(chunk: TokensStreamed) -> str | None:
 def token_text_of(service: Service, body: SamplingFields, *, has_logprobs: bool) -> TokenTextOf:
     """Return the function from a token id to its text in log-probabilities.
 
-    Raises `HttpError` where they are requested and there is no tokenizer.
+    Raises `HttpError` if they are requested and there is no tokenizer.
     """
     if not has_logprobs and body.prompt_logprobs is None:
         return _no_text
@@ -217,7 +409,7 @@ class UsageCount:
         self._output_tokens: dict[int, int] = {}
 
     def on_prompt(self, prompt: int, tokens: int) -> None:
-        """Note the tokens of a prompt."""
+        """Record the tokens of a prompt."""
         self._prompt_tokens[prompt] = tokens
 
     def on_tokens(self, choice: int, tokens: int) -> None:
@@ -225,7 +417,7 @@ class UsageCount:
         self._output_tokens[choice] = self._output_tokens.get(choice, 0) + tokens
 
     def on_done(self, choice: int, result: GenerationDone) -> None:
-        """Note the tokens of the prompt of a choice."""
+        """Record the tokens of the prompt of a choice."""
         self._prompt_tokens[choice // self._choices_per_prompt] = result.prompt_tokens
 
     def usage(self) -> Usage:

@@ -1,7 +1,8 @@
 """The chat templates of a model or an adapter, and where they are rendered.
 
 The model's own, and that of `--chat-template`, are the operator's, and are rendered in the gateway.
-An adapter's are rendered in another process (`template_process`), which ends if one takes too long.
+An adapter's are rendered in another process (`chat_template.main`), which the system ends if a
+template takes too long.
 """
 
 import asyncio
@@ -14,22 +15,23 @@ from typing import Any, Final, Protocol
 import structlog
 from msgspec import Struct
 
-from loradock.gateway.inference.chat_template import ChatTemplate, TemplateError
-from loradock.gateway.inference.template_process import (
+from loradock.gateway.inference.chat_template import (
     CPU_S,
     HEAD_BYTES,
     MEMORY_BYTES,
+    ChatTemplate,
+    TemplateError,
     content_length,
     encode_frame,
 )
-from loradock.gateway.tools.formats import find_format
+from loradock.gateway.inference.tool_formats import find_format
 from loradock.processes.subprocesses import process_command
 
 WALL_S: Final = 60.0
 """How long an answer of the process may take, on a machine that hardly runs it."""
 END_S: Final = 1.0
 """How long the process may take to end by itself."""
-REST_S: Final = 60.0
+RETRY_BACKOFF_S: Final = 60.0
 """How long a template is refused after it exceeded its bounds, which would cost as much again."""
 
 _ATTEMPTS: Final = 2
@@ -100,7 +102,7 @@ class AdaptersTemplate:
         self._template: Final = {"source": source, "special_tokens": dict(special_tokens)}
         self._reads_parts: Final = reads_parts
         self.tool_format: Final = find_format(source)
-        self._rests_until = 0.0
+        self._refuses_until = 0.0
 
     @property
     def reads_parts(self) -> bool:
@@ -108,15 +110,15 @@ class AdaptersTemplate:
         return self._reads_parts
 
     async def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
-        """Return the prompt; raises `TemplateError`, for `REST_S` after a bound was exceeded."""
+        """Return the prompt; raises `TemplateError`, also for a time after a bound was exceeded."""
         clock = asyncio.get_running_loop().time
-        if clock() < self._rests_until:
+        if clock() < self._refuses_until:
             raise TemplateError(f"the chat template needed more than {_BOUNDS} a moment ago")
         request = {**self._template, "messages": list(messages), "variables": dict(variables)}
         try:
             answer = await self._process.ask(request)
         except BoundsExceeded:
-            self._rests_until = clock() + REST_S
+            self._refuses_until = clock() + RETRY_BACKOFF_S
             raise
         return str(answer["text"])
 

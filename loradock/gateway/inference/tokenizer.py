@@ -4,22 +4,20 @@ Only `tokenizer.json` is read: importing the libraries that convert other format
 times the memory of a gateway.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tokenizers import Tokenizer as Vocabulary
 
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.inference.prompt_files import (
-    TOKENIZER_CONFIG_FILE,
-    json_object,
-    special_tokens,
-)
 from loradock.messages.errors import ErrorCode
 
 FILE_BYTES_MAX: Final = 256 << 20
+TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
+SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _NO_CHARACTER: Final = "\ufffd"
 """Stands in a text for bytes that are no character."""
@@ -118,8 +116,31 @@ def read_text(path: Path) -> str | None:
     return path.read_text() if path.is_file() else None
 
 
+def special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens that a tokenizer's configuration names."""
+    tokens = {name: _token_text(tokenizer_config.get(name)) for name in SPECIAL_TOKENS}
+    return {name: text for name, text in tokens.items() if text}
+
+
+def _token_text(entry: object) -> str:
+    """Return the text of a special token, which is saved as a string or as an object."""
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, str) else ""
+
+
+def json_object(text: str, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file; raises `ValueError`."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} must be an object, got a {type(found).__name__}")
+    return found
+
+
 def no_tokenizer() -> HttpError:
-    """Return the error for a request that needs the tokenizer where there is none."""
+    """Return the error for a request that needs a tokenizer, which is missing."""
     code = ErrorCode.NOT_SERVED.value
     return HttpError(
         400,

@@ -3,14 +3,10 @@
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, field
-from starlette.requests import Request
-from starlette.responses import Response
 
+from loradock.gateway.http.endpoint import INFERENCE, get, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import json_response
-from loradock.gateway.inference.answers import Detokenized, Tokenized
-from loradock.gateway.inference.chat_prompt import ChatPrompts
-from loradock.gateway.inference.messages import MESSAGES_MAX, Json, Message
+from loradock.gateway.inference.prompts import MESSAGES_MAX, ChatPrompts, Json, Message
 from loradock.gateway.inference.service import Service
 from loradock.messages.prompts import TokenId
 
@@ -40,6 +36,21 @@ class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
     model: str | None = None
 
 
+class Tokenized(Struct, frozen=True):
+    """The answer to `POST /tokenize`."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, frozen=True):
+    """The answer to `POST /detokenize`."""
+
+    prompt: str
+
+
 class Tokens:
     """The endpoints."""
 
@@ -47,8 +58,9 @@ class Tokens:
         self._service = service
         self._prompts = prompts
 
-    async def tokenize(self, _: Request, body: TokenizeRequest) -> Response:
-        """Answer `POST /tokenize`."""
+    @post("/tokenize", errors=INFERENCE)
+    async def tokenize(self, body: TokenizeRequest) -> Tokenized:
+        """Token ids of a text or a chat."""
         tokenizer = self._service.tokenizer
         adapter = await self._service.models.find(body.model)
         if (body.prompt is None) == (not body.messages):
@@ -62,15 +74,24 @@ class Tokens:
                 raise HttpError(400, "images are not served here; leave them out", "messages")
             tokens = list(rendered.prompt)
         texts = tokenizer.token_texts(tokens) if body.return_token_strs else None
-        return json_response(Tokenized(len(tokens), self._service.context, tokens, texts))
+        return Tokenized(len(tokens), self._service.context, tokens, texts)
 
-    async def detokenize(self, _: Request, body: DetokenizeRequest) -> Response:
-        """Answer `POST /detokenize`."""
+    @post("/detokenize", errors=INFERENCE)
+    async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
+        """Text of token ids."""
         await self._service.models.find(body.model)
-        return json_response(Detokenized(self._service.tokenizer.decode(body.tokens)))
+        return Detokenized(self._service.tokenizer.decode(body.tokens))
 
-    async def info(self, _: Request) -> Response:
-        """Answer `GET /tokenizer_info` with what vLLM shows of the tokenizer's settings."""
+
+class TokenizerInfo:
+    """The endpoint about the tokenizer's settings, as vLLM shows them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    @get("/tokenizer_info", errors=(400,))
+    async def info(self) -> dict[str, Any]:
+        """Tokenizer."""
         config = {
             name: _shown(value)
             for name, value in self._service.tokenizer.config.items()
@@ -80,7 +101,7 @@ class Tokens:
         template = self._service.adapter_files.base.sources.default
         if template:
             config["chat_template"] = template
-        return json_response(config)
+        return config
 
 
 def _shown(value: Any) -> Any:

@@ -12,19 +12,20 @@ import msgspec
 from msgspec import Meta, Struct
 
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.inference.messages import Json, decoded
+from loradock.gateway.inference.prompts import Json, decoded
+from loradock.gateway.inference.sampling import ResponseFormat
 from loradock.gateway.inference.service import finish_reason
-from loradock.gateway.inference.structures import ResponseFormat
-from loradock.gateway.tools.blocks import Blocks, Step
-from loradock.gateway.tools.formats import FORMATS, Schemas
-from loradock.gateway.tools.parsers import (
+from loradock.gateway.inference.tool_formats import FORMATS, Schemas
+from loradock.gateway.inference.tool_parsers import (
     FORCED_ARGUMENTS,
     FORCED_NAME,
+    Blocks,
     ForcedArguments,
     ForcedCalls,
     FreeCalls,
     Parser,
     PlainText,
+    Step,
 )
 from loradock.messages.prompts import Structure
 from loradock.messages.requests import TokensStreamed

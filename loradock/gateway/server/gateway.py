@@ -8,23 +8,25 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from loradock.client import AsyncClient, LoradockError
-from loradock.gateway.adapters.follower import Follower
-from loradock.gateway.adapters.lora_modules import load_modules, parse_lora_modules
-from loradock.gateway.adapters.models import Models
-from loradock.gateway.adapters.names import ModelNames
-from loradock.gateway.adapters.resolvers import Resolution, configured_resolvers
-from loradock.gateway.adapters.table import AdapterTable
+from loradock.gateway.adapters.follower import AdapterTable, Follower
+from loradock.gateway.adapters.models import ModelNames, Models
+from loradock.gateway.adapters.sources import (
+    Resolution,
+    configured_resolvers,
+    load_modules,
+    parse_lora_modules,
+)
 from loradock.gateway.inference.adapter_files import AdapterFiles
 from loradock.gateway.inference.model_files import read_model_files
 from loradock.gateway.inference.service import Service
-from loradock.gateway.metrics.recorder import Recorder
 from loradock.gateway.options import GatewayConfig
-from loradock.gateway.page.live import Live
+from loradock.gateway.page import Live
+from loradock.gateway.recorder import Recorder
 from loradock.messages.errors import ErrorCode
 from loradock.messages.traces import configured_tracer
 
 if TYPE_CHECKING:
-    from loradock.gateway.inference.traces import TracedService
+    from loradock.gateway.inference.traces import Traces
 
 _MODEL_RETRY_S: Final = 0.5
 
@@ -32,14 +34,14 @@ log = structlog.get_logger("gateway")
 
 
 class StartError(Exception):
-    """Something that was configured can't be served."""
+    """A configuration that can't be served."""
 
 
 class Gateway:
     """The parts of a gateway.
 
     Construct it in its event loop. Raises `ResolverError`, `OSError` and `ValueError` for a
-    configuration that can't be used. `traced` is the service while requests have spans, else None.
+    configuration that can't be used. `spans` is None if requests have none.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -68,15 +70,15 @@ class Gateway:
         self._adapter_files = AdapterFiles(
             models, files, config.adapter_roots, has_template=bool(config.chat_template)
         )
-        service = Service(self.client, models, self.recorder, self._adapter_files, timeout_s)
-        self.service = service
-        self.traced: TracedService | None = None
+        self.service: Final = Service(
+            self.client, models, self.recorder, self._adapter_files, timeout_s
+        )
+        self.spans: Traces | None = None
         if tracer is not None:
             # Its library is an extra.
             from loradock.gateway.inference import traces  # noqa: PLC0415
 
-            of_requests = traces.Traces(tracer, self.table)
-            self.service = self.traced = traces.TracedService(service, of_requests)
+            self.spans = traces.Traces(tracer, self.table, self.names)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Future[None]]:
@@ -97,7 +99,7 @@ class Gateway:
                 failed.cancel()
 
     async def _prepare(self, failed: asyncio.Future[None]) -> None:
-        """Load the first adapters, and learn the model's name where it is not configured."""
+        """Load the first adapters, and learn the model's name if it is not configured."""
         try:
             await self._wait_for_model()
             await load_modules(self.client, self._modules)
@@ -107,7 +109,7 @@ class Gateway:
             failed.set_exception(StartError(f"--lora-modules: {error}{hint}"))
 
     async def _wait_for_model(self) -> None:
-        """Use the engine's name of the model, where no directory is configured."""
+        """Use the engine's name of the model, if no directory is configured."""
         while not self.names.directory:
             status = self.table.status
             if status is not None and status.model:

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loradock.client import AsyncClient, LoradockError
+from loradock.gateway.http.endpoint import get, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.http.streams import json_response
-from loradock.gateway.metrics.recorder import Recorder
 from loradock.gateway.options import GatewayConfig
+from loradock.gateway.recorder import Recorder
 from loradock.messages import VERSION
 
 TIMEOUT_S: Final = 2.0
@@ -35,7 +35,7 @@ class Load(Struct, frozen=True):
 
 
 class ServerInfo(Struct, frozen=True):
-    """The gateway's configuration without keys, as JSON or as a text, under vLLM's name for it.
+    """The gateway's configuration without keys, an object or a string, under vLLM's name for it.
 
     `vllm_env` has the variables `LORADOCK_*` and `VLLM_*` of its process without keys.
     """
@@ -52,8 +52,12 @@ class Info:
         fields = msgspec.to_builtins(config)
         self._config: Final = {name: fields[name] for name in fields if name not in _SECRETS}
 
-    async def info(self, request: Request) -> Response:
-        """Answer with a text, or with JSON for `?config_format=json`."""
+    @get("/server_info", errors=(400,))
+    async def info(self, request: Request) -> ServerInfo:
+        """Configuration without keys.
+
+        It is a string, or an object for `?config_format=json`.
+        """
         form = request.query_params.get("config_format", "text")
         if form not in ("text", "json"):
             raise HttpError(
@@ -71,7 +75,7 @@ class Info:
             "os": platform.platform(),
         }
         shown = self._config if form == "json" else as_text
-        return json_response(ServerInfo(shown, environment, system))
+        return ServerInfo(shown, environment, system)
 
 
 class Health:
@@ -81,18 +85,22 @@ class Health:
         self._client = client
         self._recorder = recorder
 
-    async def health(self, _: Request) -> Response:
-        """Answer 200 while an engine serves, else 503."""
+    @get("/health", "/ping", errors=(503,), access="public")
+    @post("/ping", errors=(503,), access="public")
+    async def health(self) -> Response:
+        """Whether an engine serves."""
         try:
             status = await self._client.status(timeout_s=TIMEOUT_S)
         except LoradockError:
             return Response(status_code=503)
         return Response(status_code=200 if status.engine_id else 503)
 
-    async def version(self, _: Request) -> Response:
-        """Answer `GET /version`."""
-        return json_response(Version(VERSION))
+    @get("/version", access="public")
+    async def version(self) -> Version:
+        """The version."""
+        return Version(VERSION)
 
-    async def load(self, _: Request) -> Response:
-        """Answer `GET /load`."""
-        return json_response(Load(self._recorder.active))
+    @get("/load", access="public")
+    async def load(self) -> Load:
+        """Requests in progress."""
+        return Load(self._recorder.active)

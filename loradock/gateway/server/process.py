@@ -17,7 +17,7 @@ import msgspec
 import structlog
 import uvicorn
 
-from loradock.gateway.adapters.resolvers import ResolverError
+from loradock.gateway.adapters.sources import ResolverError
 from loradock.gateway.options import GatewayConfig
 from loradock.gateway.server.app import create_app
 from loradock.gateway.server.gateway import Gateway, StartError

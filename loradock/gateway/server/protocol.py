@@ -1,12 +1,11 @@
 """uvicorn's HTTP protocol with bounds on the head of a request, and reports of lost connections."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from loradock.gateway.http.connection import CONNECTION
+from loradock.gateway.http.endpoint import CONNECTION, Watch
 
 _REFUSAL: Final = (
     b"HTTP/1.1 %d %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 0\r\n"
@@ -28,7 +27,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._extensions: dict[str, Any] = {CONNECTION: self}
-        self._on_lost: Callable[[], None] | None = None
+        self._watch: Watch | None = None
         self._is_lost = False
 
     def connection_made(self, transport: Any) -> None:
@@ -42,8 +41,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_unread_timer()
         super().connection_lost(exc)
         self._is_lost = True
-        if self._on_lost is not None:
-            self._on_lost()
+        if self._watch is not None:
+            self._watch.on_left()
 
     def pause_writing(self) -> None:
         """Begin to wait for the client to read; one that never does ends its request."""
@@ -61,11 +60,11 @@ class BoundedProtocol(HttpToolsProtocol):
         """Whether no message is incomplete."""
         return self._in_head
 
-    def set_on_lost(self, callback: Callable[[], None] | None) -> None:
-        """Call a function when the connection is lost, at once if it is; None: none any more."""
-        self._on_lost = callback
-        if callback is not None and self._is_lost:
-            callback()
+    def set_watch(self, watch: Watch | None) -> None:
+        """Report the loss of the connection to a watch, at once if it is lost; None: to none."""
+        self._watch = watch
+        if watch is not None and self._is_lost:
+            watch.on_left()
 
     def data_received(self, data: bytes) -> None:
         """Parse, and refuse a head that became too long."""
@@ -114,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
 def bounded_protocol(bytes_max: int, timeout_s: float, unread_s: float) -> type[BoundedProtocol]:
     """Return the class of connections whose requests begin, and are read, within these bounds.
 
-    The server has no bounds of its own: an endless head would fill the memory, and a client that
+    uvicorn has no bounds: an endless head would fill the memory, and a client that
     reads nothing would keep its request for ever.
     """
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from loradock.controller.core.counters import TIME_IN
 from loradock.controller.core.invariants import InvariantError, check
-from loradock.controller.core.tables.counters import TIME_IN
 from loradock.controller.core.views import show_adapter, show_status
 from loradock.messages import records, requests
 from loradock.messages.requests import (

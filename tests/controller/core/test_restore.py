@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from loradock.controller.core.actions import SetTimer
 from loradock.controller.core.controller import Controller
+from loradock.controller.core.counters import Counters
+from loradock.controller.core.indexes import DigestDict
 from loradock.controller.core.limits import Limits
 from loradock.controller.core.restore import derive
-from loradock.controller.core.tables.counters import Counters
-from loradock.controller.core.tables.digest_dict import DigestDict
 from loradock.controller.core.world import Operation, World
 from loradock.messages import commands
 from loradock.messages.prompts import Sampling, Truncation

@@ -5,11 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from loradock.controller.server import query_budget
-from loradock.controller.server.client_sessions import LOG_RETRY_MS
-from loradock.controller.server.clients import payloads
-from loradock.controller.server.clients.outbox import SHARED_BYTES_MAX
-from loradock.controller.server.query_queue import QUERIES_PER_CLIENT_MAX
+from loradock.controller.server import clients, queries
+from loradock.controller.server.clients import SHARED_BYTES_MAX
+from loradock.controller.server.queries import QUERIES_PER_CLIENT_MAX
+from loradock.controller.server.sessions import LOG_RETRY_MS
 from loradock.messages import records
 from loradock.messages import requests as rq
 from loradock.messages.commands import StartGeneration, StopGeneration
@@ -78,7 +77,7 @@ def test_a_payload_of_another_kind_is_not_used(bench: SessionBench) -> None:
 
 def test_prompts_take_bounded_memory(bench: SessionBench, monkeypatch: pytest.MonkeyPatch) -> None:
     body_bytes = len(REQUESTS.encode_body(generate("r-1")))
-    monkeypatch.setattr(payloads, "PAYLOAD_BYTES_MAX", 2 * body_bytes)
+    monkeypatch.setattr(clients, "PAYLOAD_BYTES_MAX", 2 * body_bytes)
     for request_id in ("r-1", "r-2"):
         assert bench.receive(generate(request_id)) is not None
     assert bench.receive(generate("r-3")) is None
@@ -96,7 +95,7 @@ def test_prompts_of_pending_requests_have_a_bound_of_their_own(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body_bytes = len(REQUESTS.encode_body(generate("r-1")))
-    monkeypatch.setattr(payloads, "PAYLOAD_BYTES_MAX", body_bytes)
+    monkeypatch.setattr(clients, "PAYLOAD_BYTES_MAX", body_bytes)
     for request_id in ("r-1", "r-2", "r-3"):
         bench.receive(generate(request_id))
         bench.restart()
@@ -115,7 +114,7 @@ def test_prompts_of_pending_requests_have_a_bound_of_their_own(
 def test_images_are_sent_to_the_engine_and_count_as_prompts(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payloads, "PAYLOAD_BYTES_MAX", 5 << 20)
+    monkeypatch.setattr(clients, "PAYLOAD_BYTES_MAX", 5 << 20)
     prompt = IllustratedPrompt("<image>", (bytes(2 << 20), b"x"))
     logged = bench.receive(generate("r-1", prompt))
     assert logged == records.GenerationRequested(id_of("r-1"), None, 700)
@@ -283,19 +282,19 @@ def test_a_payload_that_a_restart_lost_is_taken_from_a_repetition(bench: Session
 def test_queries_are_answered_after_the_inputs_and_never_logged(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query_budget, "QUIET_SLICE_NS", 1 << 60)
+    monkeypatch.setattr(queries, "QUIET_SLICE_NS", 1 << 60)
     seq = bench.controller.world.seq
     assert bench.receive(rq.ShowStatus("s")) is None
     assert bench.receive(rq.ShowAdapter("a", "nobody"), b"other") is None
     assert bench.receive(rq.ListAdapters("l")) is None
     assert bench.take_sent() == []
-    bench.sessions.answer_queries()
+    bench.queries.answer()
     assert [(client, reply.request_id) for client, reply in bench.take_sent()] == [
         (b"c", "s"),
         (b"c", "l"),
         (b"other", "a"),
     ]
-    bench.sessions.answer_queries()
+    bench.queries.answer()
     assert bench.take_sent() == []
     assert bench.controller.world.seq == seq
 
@@ -303,15 +302,15 @@ def test_queries_are_answered_after_the_inputs_and_never_logged(
 def test_between_two_answers_to_a_greedy_client_the_others_are_answered(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query_budget, "QUIET_SLICE_NS", 0)
+    monkeypatch.setattr(queries, "QUIET_SLICE_NS", 0)
     for number in range(QUERIES_PER_CLIENT_MAX):
         bench.receive(rq.ListAdapters(f"greedy-{number}"), b"greedy")
     for number in range(3):
         bench.receive(rq.ShowStatus(f"other-{number}"), b"other")
     order = []
-    while bench.sessions.queries_wait_ns(0) is not None:
+    while bench.queries.wait_ns(0) is not None:
         # Without time for queries, an iteration answers one.
-        bench.sessions.answer_queries()
+        bench.queries.answer()
         [(client, _)] = bench.take_sent()
         order.append(client)
     assert order[:6] == [b"greedy", b"other"] * 3
@@ -325,11 +324,11 @@ def test_a_query_is_answered_after_the_earlier_requests_of_its_client_alone() ->
         b"c", REQUESTS.encode((rq.LoadAdapter("l", "a"), rq.ShowAdapter("s", "a")), token=TOKEN)
     )
     bench.sessions.receive(b"o", REQUESTS.encode((rq.ShowStatus("s"),), token=other))
-    bench.sessions.answer_queries()
+    bench.queries.answer()
     assert [route for route, _ in bench.take_sent()] == [b"o"]
     for received in bench.sessions.take_group():
         bench.handle(received.message, received.body)
-    bench.sessions.answer_queries()
+    bench.queries.answer()
     [(route, reply)] = bench.take_sent()
     assert (route, reply.request_id) == (b"c", "s")
     assert isinstance(reply, rq.AdapterShown)
@@ -347,11 +346,11 @@ def test_queries_beyond_a_bound_are_refused_at_once(bench: SessionBench) -> None
 
 def test_a_client_that_does_not_read_is_refused_queries_at_once(bench: SessionBench) -> None:
     slow = {b"slow"}
-    bench.sessions._can_reply = lambda client: client not in slow
+    bench.queries._can_reply = lambda client: client not in slow
     for client in (b"slow", b"other"):
         bench.receive(rq.ShowStatus(client.decode()), client)
     [(client, refused)] = bench.take_sent()
     assert (client, refused.code) == (b"slow", ErrorCode.OVERLOADED)
-    bench.sessions.answer_queries()
+    bench.queries.answer()
     [(client, _)] = bench.take_sent()
     assert client == b"other"

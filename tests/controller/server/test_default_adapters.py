@@ -11,7 +11,7 @@ import pytest
 
 from loradock.controller.core.controller import Controller
 from loradock.controller.log.replay import replay
-from loradock.controller.server.default_adapters import DefaultAdapters, default_paths
+from loradock.controller.server.preloads import DefaultAdapters, default_paths
 from loradock.messages import commands, records, reports
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode

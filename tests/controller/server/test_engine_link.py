@@ -315,7 +315,7 @@ def test_silence_during_a_step_is_no_loss_but_silence_before_it_is() -> None:
 def test_a_pause_of_the_controller_is_no_silence_of_the_engine() -> None:
     bench = LinkBench().opened()
     bench.now_ns += 100 * TIMEOUT_NS
-    bench.link.excuse(99 * TIMEOUT_NS)
+    bench.link.extend_deadline(99 * TIMEOUT_NS)
     assert not bench.link.is_overdue(bench.now_ns)
     assert bench.link.is_overdue(bench.now_ns + 1)
 

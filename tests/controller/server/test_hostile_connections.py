@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import zmq
-from tests.controller.shell.access.test_permissions import EXAMPLES, named
 
-from loradock.controller.server.access.keys import KeyStore, new_pair
+from loradock.controller.server.keys import KeyStore, new_pair
 from loradock.messages import requests as rq
 from loradock.messages.ids import GPU_SLOT
 from loradock.messages.views import AdapterCounters
 from loradock.messages.wire import REQUESTS, TOKEN_BYTES
 from loradock.processes.key_files import KeyPair, read_key_pair
+from tests.controller.server.test_access import EXAMPLES, named
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation import tampered_connections as tampered
 from tests.support.simulation.key_examples import allow, server_key

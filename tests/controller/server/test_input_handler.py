@@ -19,7 +19,7 @@ from loradock.controller.log.segments import read, verify
 from loradock.controller.log.writer import Log
 from loradock.controller.server.config import ServerConfig
 from loradock.controller.server.event_stream import EventStream
-from loradock.controller.server.input_handler import OWN_SKIPS_MAX, InputHandler, recover
+from loradock.controller.server.inputs import OWN_SKIPS_MAX, GroupInput, InputHandler, recover
 from loradock.controller.server.snapshot_process import SnapshotProcess
 from loradock.messages.ids import Seq
 from loradock.messages.records import (
@@ -66,6 +66,15 @@ def opened(directory: Path, limits: Limits, kind: type[Log] = Log) -> Log:
     return kind.open(directory, header, sync="never")
 
 
+def log_and_handle(handler: InputHandler, records: Sequence[Record]) -> list[list[Action] | None]:
+    """Log and handle a group, whose records have one time."""
+    group = [GroupInput(one.input, one.body, one.report_seq) for one in records]
+    first_seq = handler.log(group, records[0].time_ns)
+    results = [handler.handle(seq, received) for seq, received in enumerate(group, first_seq)]
+    handler.end_group()
+    return results
+
+
 def write_and_handle(log: Log, controller: Controller, history: Sequence[Record]) -> list[Action]:
     """Log and handle inputs in groups, as a server does; return the actions."""
     handler = InputHandler(controller, log, True, Progress())
@@ -73,7 +82,7 @@ def write_and_handle(log: Log, controller: Controller, history: Sequence[Record]
     for start in range(0, len(history), GROUP):
         group = history[start : start + GROUP]
         group = [msgspec.structs.replace(r, time_ns=group[-1].time_ns) for r in group]
-        for result in handler.log_and_handle(group, lambda _: None):
+        for result in log_and_handle(handler, group):
             actions += result or []
     return actions
 
@@ -179,7 +188,7 @@ def test_a_controller_that_does_not_start_ends(log: Log) -> None:
     handler = InputHandler(controller, log, True, Progress())
     controller.handle = _raise  # type: ignore[method-assign]
     with pytest.raises(Poison):
-        handler.log_and_handle([Record(1, ControllerStarted(1))], lambda _: None)
+        log_and_handle(handler, [Record(1, ControllerStarted(1))])
 
 
 def _raise(*_: Any) -> list[Action]:
@@ -207,7 +216,7 @@ def test_a_group_is_handled_before_and_durable_after_its_end(size: int) -> None:
     log = in_memory(storage)
     handler = InputHandler(Controller(LIMITS), log, True, Progress())
     group = [Record(1, LoadAdapter(f"client:{number}", "a")) for number in range(size)]
-    results = handler.log_and_handle(group, lambda _: None)
+    results = log_and_handle(handler, group)
     assert len(results) == size
     assert None not in results
     assert storage.calls[-1][0] == "write"
@@ -223,7 +232,7 @@ def test_a_group_whose_sync_fails_has_no_end(size: int) -> None:
     handler = InputHandler(Controller(LIMITS), log, True, Progress())
     storage.fail_call(len(storage.calls) + 1)
     group = [Record(1, LoadAdapter(f"client:{number}", "a")) for number in range(size)]
-    handler.log_and_handle(group, lambda _: None)
+    log_and_handle(handler, group)
     with pytest.raises(LogSyncFailed):
         log.end_group()
     with pytest.raises(LogSyncFailed):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from loradock.controller.log.replay import replay
 from loradock.controller.log.segments import read
-from loradock.controller.server.logical_clock import SYSTEM_CLOCKS, LogicalClock
+from loradock.controller.server.inputs import SYSTEM_CLOCKS, LogicalClock
 from loradock.controller.server.transport import Transport
 from loradock.messages import records
 from loradock.messages import requests as rq

@@ -12,7 +12,7 @@ from loradock.controller.log.event_files import EventWriter
 from loradock.controller.log.writer import Log
 from loradock.controller.server import event_stream
 from loradock.controller.server.event_stream import EVENTS_BEAT_NS, EventStream
-from loradock.controller.server.logical_clock import SYSTEM_CLOCKS
+from loradock.controller.server.inputs import SYSTEM_CLOCKS
 from loradock.controller.server.transport import Transport
 from loradock.messages.events import Published
 from loradock.messages.records import FORMAT, ControllerStarted, Header, Record

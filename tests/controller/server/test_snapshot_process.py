@@ -71,21 +71,21 @@ def test_a_snapshot_is_made_once_per_interval(
     assert process._process is None
     ticked(process, 20, reports)
     assert reports[0][0] == "snapshot made"
-    assert (reports[0][1]["seq"], process.facts().snapshot_seq) == (20, 20)
+    assert (reports[0][1]["seq"], process.stats().snapshot_seq) == (20, 20)
     process.tick(39)
     assert process._process is None
     ticked(process, 41, reports, 2)
     assert [int(path.stem) for path in snapshot_paths(tmp_path / "log")] == [20, 41]
-    assert process.facts().log_bytes == log_bytes(tmp_path / "log")
+    assert process.stats().log_bytes == log_bytes(tmp_path / "log")
 
 
 def test_a_recovered_snapshot_counts(process: SnapshotProcess, reports: list[Any]) -> None:
     ticked(process, 20, reports)
     again = SnapshotProcess(process._directory, 20, KEEP)
-    again.note_recovered(replay(process._directory).snapshot)
+    again.on_recovered(replay(process._directory).snapshot)
     again.tick(39)
     assert again._process is None
-    assert again.facts()._replace(log_bytes=0) == process.facts()._replace(log_bytes=0)
+    assert again.stats()._replace(log_bytes=0) == process.stats()._replace(log_bytes=0)
 
 
 def test_failures_are_reported_and_the_next_interval_tries_again(

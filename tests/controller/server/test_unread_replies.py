@@ -1,6 +1,6 @@
 """The bytes of long replies that were not read: bounded per client and together."""
 
-from loradock.controller.server.unread_replies import (
+from loradock.controller.server.transport import (
     UNREAD_BYTES_MAX,
     UNREAD_BYTES_PER_CLIENT_MAX,
     UnreadReplies,

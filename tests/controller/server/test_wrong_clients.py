@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import zmq
-from tests.controller.shell.access.test_permissions import EXAMPLES, LOADING, named
 
 from loradock.client import Client, NotAllowed
 from loradock.controller.server import listener
-from loradock.controller.server.access.keys import KeyStore, new_pair
-from loradock.controller.server.access.permissions import RIGHT_OF
+from loradock.controller.server.access import RIGHT_OF
 from loradock.controller.server.config import EXIT_CONFIG, EXIT_SOCKET
+from loradock.controller.server.keys import KeyStore, new_pair
 from loradock.controller.server.listener import endpoint
 from loradock.controller.server.transport import Transport
 from loradock.messages import events, reports
@@ -24,6 +23,7 @@ from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import GPU_SLOT
 from loradock.messages.wire import REPORTS
 from loradock.processes.key_files import KeyPair, read_key_pair
+from tests.controller.server.test_access import EXAMPLES, LOADING, named
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation.key_examples import allow, key_file, server_key
 from tests.support.simulation.remote_examples import (

@@ -1,18 +1,28 @@
-"""The life cycle: table, machine, compiled dict and diagram equal the design.
+"""The life cycle: tables, machine, compiled dicts and pictures equal the design.
 
-The transitions are written out here a second time, so that a change of any of the four is noticed.
+The transitions are written out here a second time, so that a change of any of them is noticed.
 """
 
 import re
+from itertools import pairwise
 
 import pytest
 from transitions import Machine, MachineError
 
-from loradock.controller.states.diagram import mermaid
-from loradock.controller.states.machine import NEXT_STATE, IllegalTransitionError, build, next_state
-from loradock.controller.states.table import RESIDENCY_LEVEL, STATES, TRANSITIONS
+from loradock.controller.states.machine import (
+    NEXT_STATE,
+    NEXT_STEP,
+    IllegalTransitionError,
+    build,
+    diagram,
+    next_state,
+    steps_in_markdown,
+)
+from loradock.controller.states.table import RESIDENCY_LEVEL, STATES, STEPS, TRANSITIONS, Step
 from loradock.messages import records, reports
-from loradock.messages.ids import AdapterState
+from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
+from tests.life_cycle import BEGIN, END, with_life_cycle
+from tests.support.sources import ROOT
 
 DESIGN: dict[tuple[AdapterState, str], AdapterState] = {
     ("unregistered", "WeightsLoaded"): "cpu-cached",
@@ -71,15 +81,14 @@ def test_there_are_five_states_and_their_order_is_the_residency_level() -> None:
 
 
 def test_inputs_are_called_like_the_messages_that_carry_them() -> None:
-    assert {trigger for _, trigger, _ in TRANSITIONS} == set(ALL_INPUTS)
+    assert {trigger for row in TRANSITIONS.values() for trigger in row} == set(ALL_INPUTS)
     messages = {name for name in ALL_INPUTS if hasattr(reports, name) or hasattr(records, name)}
     # The removal is no message: it ends the record.
     assert set(ALL_INPUTS) - messages == {"AdapterRemoved"}
 
 
-def test_the_table_is_the_design_without_a_pair_twice() -> None:
-    assert {(source, trigger): target for source, trigger, target in TRANSITIONS} == DESIGN
-    assert len(TRANSITIONS) == len(DESIGN)
+def test_every_state_has_its_row_in_both_tables() -> None:
+    assert tuple(TRANSITIONS) == tuple(STEPS) == ALL_STATES
 
 
 def test_the_compiled_dict_is_the_design() -> None:
@@ -144,7 +153,7 @@ def test_the_machine_can_not_bypass_the_table() -> None:
 
 
 def test_the_diagram_has_every_transition_and_nothing_else() -> None:
-    lines = mermaid().splitlines()
+    lines = diagram().splitlines()
     drawn = {}
     for line in lines:
         match = re.fullmatch(r"    (\w+) --> (\w+): (\w+)", line)
@@ -157,3 +166,63 @@ def test_the_diagram_has_every_transition_and_nothing_else() -> None:
     assert names == [(state, state.replace("-", "_")) for state in ALL_STATES]
     # The head, the five states, the entry arrow and the transitions.
     assert len(lines) == 1 + 5 + 1 + len(DESIGN)
+
+
+def test_the_table_of_steps_has_a_row_per_state_and_a_column_per_goal() -> None:
+    head, _, *rows = [line.strip("| ").split(" | ") for line in steps_in_markdown().splitlines()]
+    drawn = {
+        (state, goal): step
+        for state, *steps in rows
+        for goal, step in zip(head[1:], steps, strict=True)
+    }
+    assert drawn == NEXT_STEP
+    assert set(NEXT_STEP) == {(state, goal) for state in ALL_STATES for goal in ALL_STATES}
+
+
+INPUT_AFTER: dict[Step, str] = {
+    "load": "WeightsLoaded",
+    "stage": "WeightsStaged",
+    "write": "SlotWritten",
+    "reset": "SlotReset",
+    "unstage": "WeightsUnstaged",
+    "drop": "WeightsDropped",
+    "forget": "AdapterRemoved",
+}
+"""The input that each step causes when it succeeds."""
+
+
+@pytest.mark.parametrize("goal", STATES)
+@pytest.mark.parametrize("state", STATES)
+def test_steps_lead_to_the_goal_and_end_there(state: AdapterState, goal: AdapterState) -> None:
+    levels = [RESIDENCY_LEVEL[state]]
+    for _ in STATES:
+        step = NEXT_STEP[state, goal]
+        if step == "stay":
+            break
+        # Raises if the table of transitions has no such row.
+        state = next_state("a", state, INPUT_AFTER[step])
+        levels.append(RESIDENCY_LEVEL[state])
+        if step == "forget":
+            # The record is deleted; from `unregistered`, the goal `evicted` has no other way.
+            assert goal in (UNREGISTERED, EVICTED)
+            return
+    assert state == goal
+    rises = [after - before for before, after in pairwise(levels)]
+    # The direction never changes.
+    assert all(rise > 0 for rise in rises) or all(rise < 0 for rise in rises)
+
+
+def test_a_slot_is_always_reset_before_weights_leave_the_host() -> None:
+    """The blob of an adapter in a slot stays page-locked until the slot is reset."""
+    assert {NEXT_STEP[GPU_SLOT, goal] for goal in STATES if goal != GPU_SLOT} == {"reset"}
+    assert NEXT_STEP[PINNED, CPU_CACHED] == "unstage"
+
+
+def test_the_document_has_the_current_pictures_and_its_other_text_stays() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert with_life_cycle(text) == text, "run `make diagrams`"
+    fresh = with_life_cycle(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert fresh.startswith("before\n")
+    assert fresh.endswith("\nafter\n")
+    with pytest.raises(ValueError, match="marks"):
+        with_life_cycle("no marks")

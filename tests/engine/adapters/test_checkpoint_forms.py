@@ -17,7 +17,7 @@ from loradock.engine.adapters import (
     WeightsMapper,
     get_adapter_absolute_path,
 )
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import AdapterDoesNotFit, AdapterNotFound, AdapterUnsound
 from loradock.engine.layout import ModuleKind, ModuleShape
 from tests.support.engine.adapter_examples import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from loradock.engine.adapters import read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.adapters.problems import Problems
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import DEFAULT_BOUNDS
 from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 from loradock.engine.layout import ModuleKind, ModuleShape
@@ -81,7 +81,7 @@ def test_targets_whose_tensors_are_refused_are_not_reported_as_absent(tmp_path: 
     assert "without a tensor" not in ranks
     integers = {name: one.to(torch.int8) for name, one in tensors().items()}
     kinds = refusal(tmp_path / "b", integers)
-    assert "a floating dtype is needed" in kinds
+    assert "must have a floating dtype" in kinds
     assert "without a tensor" not in kinds
 
 

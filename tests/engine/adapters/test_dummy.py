@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loradock.engine.adapters.dummy import warmup_rank
+from loradock.engine.adapters.in_memory import warmup_rank
 from loradock.engine.config import LoRAConfig
 from loradock.engine.layers.expert_layout import layout_of
 from loradock.engine.layout import columns_of_one_adapter

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from loradock.engine.adapters import LoadedAdapter, read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import AdapterDoesNotFit
 from loradock.engine.layout import ModuleKind, ModuleShape, ParameterRows, Shard

@@ -22,8 +22,12 @@ from transformers import (
 )
 
 from loradock.engine.adapters import LoadedAdapter, read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.module_paths import Equivalence, ModulePathResolver, equivalences_of
+from loradock.engine.adapters.target import (
+    AdapterTarget,
+    Equivalence,
+    ModulePathResolver,
+    equivalences_of,
+)
 from loradock.engine.adapters.tensor_names import EMBEDDING_NAMES
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import AdapterDoesNotFit

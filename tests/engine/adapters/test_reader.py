@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loradock.engine.adapters import read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError
 from loradock.engine.layout import ModuleShape
@@ -191,8 +191,11 @@ DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "both of another rank": (pair(Q, 3) | pair(V), "A [3, 16] and B [16, 3]; the config specifies"),
     "A transposed": (tensors(q_A=ones(16, 4)), "A [16, 4]"),
     "A flat": (tensors(q_A=ones(64)), "[64]; two dimensions"),
-    "whole numbers": (tensors(q_A=ones(4, 16).int()), "torch.int32; a floating dtype"),
-    "bytes": (tensors(q_A=ones(4, 16).bool()), "torch.bool; a floating dtype"),
+    "whole numbers": (
+        tensors(q_A=ones(4, 16).int()),
+        "must have a floating dtype, got torch.int32",
+    ),
+    "bytes": (tensors(q_A=ones(4, 16).bool()), "must have a floating dtype, got torch.bool"),
     "a suffix only": (
         renamed(".layers.0", ""),
         "in this model (2 of 2 modules): model.attn.q_proj",

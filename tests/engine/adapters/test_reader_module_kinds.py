@@ -10,8 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from loradock.engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
-from loradock.engine.adapters.base_copies import HeldWeight
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.target import AdapterTarget, BaseParameter
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError, NotFinite
 from loradock.engine.layout import ModuleKind, ModuleShape, Shard
@@ -60,8 +59,8 @@ def score(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 def load(path: Path, modules: dict[str, ModuleShape] = KINDS, **options: Any) -> LoadedAdapter:
     """Read an adapter for a model whose embedding and head are ones."""
-    held = HeldWeight(ones(50, 16), (50, 16))
-    target = AdapterTarget(modules, LORA_CONFIG, held=lambda _module, _field: held)
+    held = BaseParameter(ones(50, 16), (50, 16))
+    target = AdapterTarget(modules, LORA_CONFIG, base_parameter=lambda _module, _field: held)
     return read_adapter(path.name, [path.parent], target, **options)
 
 

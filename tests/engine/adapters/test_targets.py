@@ -11,8 +11,8 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 
 from loradock.engine.adapters import PEFTHelper
-from loradock.engine.adapters.compatibility import AdapterTarget
-from loradock.engine.adapters.files.problems import Problems
+from loradock.engine.adapters.problems import Problems
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.adapters.targets import check_targets
 from loradock.engine.config import LoRAConfig
 from loradock.engine.layout import ModuleShape

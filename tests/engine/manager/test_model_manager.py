@@ -196,9 +196,9 @@ def test_warm_up_adapters_have_full_size_and_change_no_output() -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
-        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1"),
-        ({"vocab_size": True}, "vocab_size is True"),
+        ({"max_num_seqs": 0}, "max_num_seqs must .*, got 0"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens must .*, got -1"),
+        ({"vocab_size": True}, "vocab_size must .*, got True"),
         ({"vocab_size": VOCABULARY + 1}, f"embeds {VOCABULARY}"),
     ],
 )

@@ -209,7 +209,7 @@ def test_an_id_is_an_integer(adapter_id: object) -> None:
     before = manager_state(manager)
     model = CONTENTS[0].model(1)
     model.id = adapter_id
-    with pytest.raises(ValueError, match="id is"):
+    with pytest.raises(ValueError, match="id must be an integer"):
         manager.add_adapter(model)
     assert manager_state(manager) == before
 

@@ -45,7 +45,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self, dtype: torch.dtype, bounce_bytes: int) -> None:
         self.dtype = dtype
         self.copier = ManualCopier()
-        with patch("loradock.engine.residency.compaction._BOUNCE_BYTES_MAX", bounce_bytes):
+        with patch("loradock.engine.residency.extents._BOUNCE_BYTES_MAX", bounce_bytes):
             self.arena = make_arena(dtype, self.copier)
         self.published: dict[int, Matrices] = {}
         self.generations: dict[int, int] = {}
@@ -243,7 +243,7 @@ def fill_every_second_extent(arena: Arena) -> dict[int, Matrices]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_compaction_moves_whole_adapters_on_every_kind_of_device(device: str) -> None:
-    with patch("loradock.engine.residency.compaction._BOUNCE_BYTES_MAX", 256):
+    with patch("loradock.engine.residency.extents._BOUNCE_BYTES_MAX", 256):
         arena = make_arena(torch.float32, device=device)
     written = fill_every_second_extent(arena)
     large, expected = make_blob({0: 4, 1: 5, 3: 7}, 99, arena.dtype)

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loradock.engine.residency.compaction import Compactor
-from loradock.engine.residency.extents import Extent, Extents
+from loradock.engine.residency.extents import Compactor, Extent, Extents
 from tests.support.engine.arena_examples import CopyFailedError, ManualCopier
 
 MEMORY_BYTES = 600
@@ -19,7 +18,7 @@ def make_compactor(
     memory: torch.Tensor, extents: Extents, bounce_bytes: int, failing_moves: range = range(0)
 ) -> Compactor:
     copier = ManualCopier(failing_moves=failing_moves)
-    with patch("loradock.engine.residency.compaction._BOUNCE_BYTES_MAX", bounce_bytes):
+    with patch("loradock.engine.residency.extents._BOUNCE_BYTES_MAX", bounce_bytes):
         return Compactor(memory, extents, copier)
 
 

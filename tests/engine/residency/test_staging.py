@@ -98,7 +98,7 @@ def test_the_size_is_known_from_shapes_and_every_byte_is_accounted_for(
     adapter: tuple[LoRAModel, list[ModuleShape]], dtype: torch.dtype
 ) -> None:
     model, shapes = adapter
-    with patch("loradock.engine.host_memory.torch.empty", side_effect=_filled_with_nan):
+    with patch("loradock.engine.memory.torch.empty", side_effect=_filled_with_nan):
         blob = stage(model, shapes, dtype, pin=False)
     ranks = {name: lora.rank for name, lora in model.loras.items()}
     assert blob.size_bytes == blob_bytes(ranks, shapes, dtype)
@@ -167,9 +167,7 @@ def test_a_blob_moves_between_pageable_and_page_locked_memory() -> None:
 def test_a_host_without_enough_memory_is_an_error() -> None:
     lora = LoRALayerWeights("m", 1, 1.0, torch.ones(1, 2), torch.ones(2, 1))
     with (
-        patch(
-            "loradock.engine.host_memory.torch.empty", side_effect=RuntimeError("can't allocate")
-        ),
+        patch("loradock.engine.memory.torch.empty", side_effect=RuntimeError("can't allocate")),
         pytest.raises(HostOutOfMemory, match="256 bytes of pageable host memory"),
     ):
         stage(LoRAModel(1, 1, {"m": lora}), [ModuleShape("m", 2, 2, 0)], torch.float32, False)

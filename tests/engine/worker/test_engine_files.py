@@ -2,18 +2,14 @@
 
 import shutil
 import threading
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from loradock.engine.adapters import LoadedAdapter
-from loradock.engine.adapters.checked_files import CheckedFiles
-from loradock.engine.adapters.files.safetensors_reader import SafetensorsFile
 from loradock.engine.residency import residency
 from loradock.engine.worker import engine as engine_module
 from loradock.messages import commands as cm
@@ -142,36 +138,6 @@ def test_any_error_of_a_file_job_is_reported(
         failure(bench.do(cm.StageWeights, adapter_id=1), code)
     assert bench.state() == before
     assert isinstance(bench.do(cm.StageWeights, adapter_id=1), rp.WeightsStaged)
-
-
-def test_a_large_adapter_is_read_once_for_its_check_and_its_load(
-    bench: EngineBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Every adapter counts as large.
-    monkeypatch.setattr(bench.engine, "_checked_files", CheckedFiles(bytes_min=0))
-    reads = Counter[str]()
-    for name in ("read", "read_all"):
-        monkeypatch.setattr(SafetensorsFile, name, counted(reads, getattr(SafetensorsFile, name)))
-    fields = {"adapter": "mlp", "path": ""}
-    checked = bench.do(cm.CheckAdapter, adapter_id=1, **fields)
-    assert isinstance(checked, rp.AdapterChecked)
-    for adapter_id in (1, 2):
-        loaded = bench.do(
-            cm.LoadWeights, adapter_id=adapter_id, **fields, fingerprint=checked.fingerprint
-        )
-        assert isinstance(loaded, rp.WeightsLoaded)
-        # The second adapter's files are known, so only its tensors are read.
-        assert (reads["read_all"], reads["read"]) == (1, adapter_id - 1)
-
-
-def counted(calls: Counter[str], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, whose calls are counted by its name."""
-
-    def count(*arguments: Any, **named: Any) -> Any:
-        calls[function.__name__] += 1
-        return function(*arguments, **named)
-
-    return count
 
 
 def test_layers_without_tensors_are_in_the_report_and_in_the_inventory(

@@ -25,7 +25,7 @@ pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 ENGINE = Path(loradock.engine.__file__).parent
 FILES = tuple(
-    ENGINE / name for name in ("adapters", "residency", "kernels/directory.py", "host_memory.py")
+    ENGINE / name for name in ("adapters", "residency", "kernels/directory.py", "memory.py")
 )
 WITHIN = ("InlineJobs.start", "Arena.begin_write", "ThreadCopy.wait", "Arena._publish")
 """What a load consists of: jobs, an extent that is reserved, a copy, a row of the directory."""

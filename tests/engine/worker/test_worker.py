@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import zmq
 
-from loradock.controller.server.access.keys import KeyStore
+from loradock.controller.server.keys import KeyStore
 from loradock.messages import commands as cm
 from loradock.messages import reports as rp
 from loradock.messages import requests

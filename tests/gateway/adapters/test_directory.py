@@ -44,7 +44,7 @@ def test_other_directories_are_not_read(root, path):
     (root / "link").symlink_to(root.parent / "secret")
     with pytest.raises(NotReadable):
         read(path, root)
-    with pytest.raises(NotReadable, match="out of the adapter roots"):
+    with pytest.raises(NotReadable, match="below none of the adapter roots"):
         read(root.parent / "secret", root)
 
 

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from loradock.client import EngineGone
-from loradock.gateway.adapters.follower import Follower
-from loradock.gateway.adapters.table import AdapterTable
+from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from tests.support.gateway.served import serve_gateway

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from loradock.client import AdapterNotFound, EngineGone
-from loradock.gateway.adapters import lora_modules
-from loradock.gateway.adapters.lora_modules import LoraModule, load_modules, parse_lora_modules
+from loradock.gateway.adapters import sources as lora_modules
+from loradock.gateway.adapters.sources import LoraModule, load_modules, parse_lora_modules
 
 
 def test_modules_are_pairs_or_json():

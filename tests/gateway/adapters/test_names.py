@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from loradock.gateway.adapters.names import ModelNames, context_tokens, model_cards
-from loradock.gateway.adapters.table import AdapterTable
+from loradock.gateway.adapters.follower import AdapterTable
+from loradock.gateway.adapters.models import ModelNames, context_tokens, model_cards
 from loradock.gateway.http.errors import HttpError
 
 

@@ -6,8 +6,8 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from loradock.client import AdapterNotFound
-from loradock.gateway.adapters import resolvers
-from loradock.gateway.adapters.resolvers import (
+from loradock.gateway.adapters import sources as resolvers
+from loradock.gateway.adapters.sources import (
     DirectoryResolver,
     Resolution,
     ResolverError,

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from loradock.gateway.adapters.table import RECENT_EVENTS, AdapterTable
+from loradock.gateway.adapters.follower import RECENT_EVENTS, AdapterTable
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from loradock.gateway.http.bodies import read_body
+from loradock.gateway.http.endpoint import read_body
 from loradock.gateway.http.errors import HttpError
 from tests.support.gateway.served import post_bytes, read_all, serve_gateway
 from tests.support.simulation.standin_controller import StandIn

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from loradock.gateway.http.connection import CONNECTION
-from loradock.gateway.http.disconnects import watch_of
+from loradock.gateway.http.endpoint import CONNECTION, watch_of
 
 
 class Lost:
@@ -13,13 +12,13 @@ class Lost:
 
     def __init__(self, is_lost=False):
         self.has_received_all = True
-        self.callback = None
+        self.watch = None
         self.is_lost = is_lost
 
-    def set_on_lost(self, callback):
-        self.callback = callback
-        if callback is not None and self.is_lost:
-            callback()
+    def set_watch(self, watch):
+        self.watch = watch
+        if watch is not None and self.is_lost:
+            watch.on_left()
 
 
 async def watched(scope, receive, work):
@@ -57,10 +56,10 @@ def test_a_lost_connection_ends_its_request():
         connection = Lost()
         task = asyncio.create_task(watched(scope_of(connection), no_message, never()))
         await asyncio.sleep(0)
-        connection.callback()
+        connection.watch.on_left()
         assert await task
         # The connection forgets the request.
-        assert connection.callback is None
+        assert connection.watch is None
 
     asyncio.run(main())
 
@@ -86,7 +85,7 @@ def test_a_cancellation_by_the_server_is_not_taken_for_the_client(has_left):
         task = asyncio.create_task(watched(scope_of(connection), no_message, never()))
         await asyncio.sleep(0)
         if has_left:
-            connection.callback()
+            connection.watch.on_left()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

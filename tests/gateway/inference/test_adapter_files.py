@@ -225,8 +225,10 @@ def test_others_are_served_while_a_template_runs(saved):
     assert "processor time" in answers[0].json()["error"]["message"]
 
 
-def test_a_template_rests_after_it_exceeded_a_bound_and_others_do_not(saved, monkeypatch):
-    monkeypatch.setattr(templates, "REST_S", 1e9)
+def test_a_template_is_refused_for_a_time_after_it_exceeded_a_bound_and_others_do_not(
+    saved, monkeypatch
+):
+    monkeypatch.setattr(templates, "RETRY_BACKOFF_S", 1e9)
     (saved.adapter / "chat_template.jinja").write_text(
         "{% if messages[0].content == 'loop' %}" + HOSTILE[0] + "{% endif %}ok"
     )

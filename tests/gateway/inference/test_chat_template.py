@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from loradock.gateway.inference.chat_template import ChatTemplate, TemplateError
-from loradock.gateway.inference.messages import Message, TextPart, conversation_of
 from loradock.gateway.inference.model_files import read_model_files
+from loradock.gateway.inference.prompts import Message, TextPart, conversation_of
 from loradock.gateway.inference.tokenizer import Tokenizer
 from tests.support.gateway.served import CHAT_TEMPLATE, model_directory
 

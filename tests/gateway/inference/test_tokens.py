@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from loradock.gateway.inference.chat import ChatRequest
-from loradock.gateway.inference.chat_prompt import PromptFields
+from loradock.gateway.inference.prompts import PromptFields
 from loradock.gateway.inference.tokens import TokenizeRequest
 
 

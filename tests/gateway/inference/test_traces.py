@@ -6,7 +6,8 @@ import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
-from loradock.gateway.adapters.table import AdapterTable
+from loradock.gateway.adapters.follower import AdapterTable
+from loradock.gateway.adapters.models import ModelNames
 from loradock.gateway.inference.traces import Traces
 from loradock.gateway.server import gateway as gateway_module
 from loradock.messages import events as ev
@@ -154,21 +155,17 @@ def test_a_client_that_leaves_ends_its_span(served, kept):
 def test_the_wait_for_an_adapter_ends_with_its_slot(kept):
     table = AdapterTable()
     table.reset(rq.AdaptersListed("", (view("a", "pinned"), view("b", "evicted")), 0))
-    traces = Traces(kept.tracer, table)
-
-    class Headers:
-        headers: dict[str, str] = {}  # noqa: RUF012 - it is only read
-
-    waiting = {name: traces.begin("chat", Headers(), None) for name in ("a", "b", "c")}
-    for name, trace in waiting.items():
-        traces.wait_for(trace, name)
+    traces = Traces(kept.tracer, table, ModelNames(()))
+    waiting = [traces.begin("chat", {}, None) for _ in range(3)]
+    for span, name in zip(waiting, ("a", "b", "c"), strict=True):
+        span.on_adapter(name)
     table.apply(ev.Published(1, 0, ev.AdapterActivated("a", 3, 9)))
-    for trace in waiting.values():
-        traces.end(trace, "")
+    for span in waiting:
+        span.end()
     found = {span.attributes["loradock.adapter.name"]: span.attributes for span in kept.ended()}
     states = {name: one["loradock.adapter.state"] for name, one in found.items()}
     assert states == {"a": "pinned", "b": "evicted", "c": "unregistered"}
     assert [name for name, one in found.items() if "loradock.adapter.wait_s" in one] == ["a"]
     # What has ended is forgotten: a later event does not reach it.
     table.apply(ev.Published(2, 0, ev.AdapterActivated("b", 3, 10)))
-    assert traces._waiting == {}
+    assert table._waiting == {}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from loradock.controller.server.diagrams import between_marks
 from tests.documented_metrics import ADDED, BEGIN, END, METRICS, text
+from tests.support.documents import between_marks
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "from-vllm.md"
 

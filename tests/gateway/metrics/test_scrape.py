@@ -8,12 +8,9 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from loradock.gateway.adapters.names import ModelNames
-from loradock.gateway.adapters.table import AdapterTable
-from loradock.gateway.histogram import Histogram
-from loradock.gateway.metrics.families import ControllerFamilies, joined, top_names
-from loradock.gateway.metrics.recorder import Recorder
-from loradock.gateway.metrics.vllm_families import VllmFamilies
+from loradock.gateway.adapters.follower import AdapterTable
+from loradock.gateway.metrics import Metrics, joined, top_names
+from loradock.gateway.recorder import Histogram, Recorder
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.views import AdapterCounters, AdapterUse, EngineStatistics
@@ -31,6 +28,10 @@ VLLM = {
     *("vllm:num_requests_waiting_by_reason", "vllm:cache_config_info"),
     *("vllm:prefix_cache_queries", "vllm:prefix_cache_hits"),
 }
+
+
+def metrics(table, adapters_max=5):
+    return Metrics(table, Recorder(), lambda: "base", adapters_max)
 
 
 def scrape(served):
@@ -84,12 +85,7 @@ def test_counters_of_the_controller_and_of_its_engine_are_passed_on():
     table = AdapterTable()
     status = msgspec.structs.replace(example_of(rq.StatusShown), counters=counters, engine=engine)
     table.reset(rq.AdaptersListed("", (), 0))
-    names = ModelNames(("base",))
-    families = {
-        family.name: family
-        for source in (ControllerFamilies(table, 5), VllmFamilies(table, Recorder(), names, 5))
-        for family in source.families(status)
-    }
+    families = {family.name: family for family in metrics(table).of(status)}
     assert value(families, "loradock_transitions_total", transition="load") == 4
     assert value(families, "loradock_transition_seconds_total", transition="load") == 6
     for role in ("caused", "suffered"):
@@ -199,13 +195,10 @@ def test_the_number_of_labels_is_bounded():
         for _ in range(1 + (number == 7)):
             event = ev.GenerationFinished(f"a{number}", "stop", 1, 1)
             table.apply(ev.Published(table.seq + 1, 0, event))
-    [family] = [
-        f for f in ControllerFamilies(table, 3).families(status) if f.name == "loradock_requests"
-    ]
-    counts = {sample.labels["adapter"]: sample.value for sample in family.samples}
+    by_name = {family.name: family for family in metrics(table, 3).of(status)}
+    samples = by_name["loradock_requests"].samples
+    counts = {sample.labels["adapter"]: sample.value for sample in samples}
     assert counts == {"a7": 2, "a0": 1, "a1": 1, "other": 997}
-    families = VllmFamilies(table, Recorder(), ModelNames(("base",)), 3).families(status)
-    by_name = {family.name: family for family in families}
     loaded = by_name["vllm:lora_adapter_loaded"].samples
     assert {s.labels["lora_name"]: s.value for s in loaded} == {
         "a0": 1,

@@ -2,7 +2,7 @@
 
 import re
 
-from loradock.gateway.page.assets import PAGE, content_security_policy
+from loradock.gateway.page import PAGE, content_security_policy
 
 
 def test_the_page_is_served_with_its_policy(served):

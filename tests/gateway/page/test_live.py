@@ -109,7 +109,7 @@ def test_wrong_numbers_are_refused(served):
 
 
 def test_readers_are_bounded_and_leave_nothing(served, monkeypatch):
-    monkeypatch.setattr("loradock.gateway.page.live.READERS_MAX", 2)
+    monkeypatch.setattr("loradock.gateway.page.READERS_MAX", 2)
     readers = [Reader(served), Reader(served)]
     assert served.get("/events").status_code == 429
     for reader in readers:

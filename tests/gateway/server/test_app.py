@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from loradock.gateway.adapters import views as model_cards
+from loradock.gateway.adapters import models as model_cards
 from loradock.gateway.inference.sampling import Labels
 from loradock.messages import VERSION
 from loradock.messages import requests as rq

@@ -8,11 +8,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from loradock.gateway.inference import tool_parsers as parsers
+from loradock.gateway.inference.tool_formats import FORMATS, find_format
+from loradock.gateway.inference.tool_parsers import (
+    Blocks,
+    ForcedArguments,
+    ForcedCalls,
+    FreeCalls,
+    PlainText,
+)
 from loradock.gateway.options import AUTO_PARSER, GatewayOptions
-from loradock.gateway.tools import parsers
-from loradock.gateway.tools.blocks import Blocks
-from loradock.gateway.tools.formats import FORMATS, find_format
-from loradock.gateway.tools.parsers import ForcedArguments, ForcedCalls, FreeCalls, PlainText
 
 SCHEMAS = {
     "weather": {

@@ -3,10 +3,10 @@
 import heapq
 from typing import Any
 
-from loradock.controller.core import capacity, deadlines, engine_lifecycle, leases, request_handlers
+from loradock.controller.core import capacity, deadlines, engine, requests, versions, waiting
 from loradock.controller.core.actions import SendCommand
+from loradock.controller.core.answers import AnswerWindows
 from loradock.controller.core.context import Context
-from loradock.controller.core.tables.answer_windows import AnswerWindows
 from loradock.controller.core.world import PREFETCH_PRIORITY
 from loradock.messages import commands
 from loradock.messages.ids import GPU_SLOT
@@ -38,7 +38,7 @@ def generation_used_twice() -> Replacement:
 
 @bug
 def lease_forgotten() -> Replacement:
-    return leases, "lease", nothing
+    return waiting, "lease", nothing
 
 
 @bug
@@ -80,12 +80,12 @@ def timer_not_set() -> Replacement:
 
 @bug
 def lost_adapters_kept() -> Replacement:
-    return engine_lifecycle, "mark_lost", nothing
+    return engine, "mark_lost", nothing
 
 
 @bug
 def contradictory_inventory_accepted() -> Replacement:
-    return engine_lifecycle, "contradiction", nothing
+    return engine, "contradiction", nothing
 
 
 @bug
@@ -101,7 +101,7 @@ def suspension_forgotten() -> Replacement:
         adapter.leases -= 1
         context.dirty_adapters[adapter.id] = None
 
-    return leases, "suspend_one", suspend_one
+    return waiting, "suspend_one", suspend_one
 
 
 @bug
@@ -122,13 +122,13 @@ def prefetch_takes_slots() -> Replacement:
 
 @bug
 def waiting_inference_refused_for_removal() -> Replacement:
-    return request_handlers, "_is_inference", request_handlers._is_suspended
+    return requests, "_is_inference", requests._is_suspended
 
 
 @bug
 def removed_before_its_requests() -> Replacement:
     """A removed adapter keeps its name and does not serve what waits for it."""
-    return request_handlers, "_retire", nothing
+    return versions, "retire", nothing
 
 
 @bug
@@ -139,4 +139,4 @@ def resumed_in_stale_generation() -> Replacement:
         command = commands.ResumeGeneration(op, pending.op, *place)
         context.actions.append(SendCommand(command))
 
-    return leases, "order_resumption", order_resumption
+    return waiting, "order_resumption", order_resumption

@@ -11,7 +11,7 @@ from loradock.controller.log import snapshots
 from loradock.controller.log.event_files import EventWriter
 from loradock.controller.log.format import LogFull, LogSyncFailed
 from loradock.controller.log.writer import Log
-from loradock.controller.server.input_handler import InputHandler
+from loradock.controller.server.inputs import InputHandler
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 from tests.support.campaign.disk import SimulatedDisk
 

@@ -6,12 +6,11 @@ from unittest import mock
 from loradock.client.calls import ClientCall
 from loradock.client.streams import EventCursor
 from loradock.controller.server import server as server_module
-from loradock.controller.server.clients.client_table import ClientTable
-from loradock.controller.server.clients.payloads import Payloads
+from loradock.controller.server.clients import ClientTable, Payloads
 from loradock.controller.server.engine_link import EngineLink
 from loradock.controller.server.event_stream import EventStream
-from loradock.controller.server.logical_clock import LogicalClock
-from loradock.controller.server.operating.engine_supervision import EngineSupervision
+from loradock.controller.server.inputs import LogicalClock
+from loradock.controller.server.supervision import EngineSupervision
 from loradock.engine.worker.controller_link import ControllerLink, SeenOperations
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 

@@ -5,9 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from loradock.client.calls import ClientCall, GenerationCall, Timing
+from loradock.client.calls import ClientCall, GenerationCall, PoolingCall, Timing
 from loradock.client.errors import LoradockError
-from loradock.client.pooling import PoolingCall
 from loradock.client.session import Session
 from loradock.client.streams import EventCursor, Gap
 from loradock.messages import requests
@@ -48,13 +47,7 @@ class ClientProcess:
     def begin(self, request: requests.Request) -> ClientCall:
         """Start a request with a new id."""
         now = MACHINE.now_s
-        call: ClientCall
-        if isinstance(request, requests.Generate):
-            call = self.session.begin_generation(request, now)
-        elif isinstance(request, requests.Embed | requests.Classify):
-            call = self.session.begin_pooling(request, now)
-        else:
-            call = self.session.begin(request, now)
+        call = self.session.begin(request, now)
         self.calls.append(call)
         self._note_begun()
         self.advance()

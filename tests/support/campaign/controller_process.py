@@ -9,10 +9,10 @@ from loradock.controller.core.limits import RULES, limits_to
 from loradock.controller.core.world import World
 from loradock.controller.log.format import LogError
 from loradock.controller.log.writer import Log
-from loradock.controller.server.access.permissions import LOCAL_ONLY
+from loradock.controller.server.access import LOCAL_ONLY
 from loradock.controller.server.config import ServerConfig
-from loradock.controller.server.operating.supervisor_link import SupervisorLink
 from loradock.controller.server.server import Server
+from loradock.controller.server.supervision import SupervisorLink
 from loradock.messages.records import FORMAT, Header
 from tests.support.campaign.disk import SimulatedCrash, SimulatedDisk
 from tests.support.campaign.engine_process import SimulatedProgress
@@ -67,13 +67,14 @@ class SimulatedTransport:
     def can_reply(self, _client: bytes) -> bool:
         return True
 
-    def flush(self) -> None:
+    def flush(self) -> tuple[bytes, ...]:
         for client, frame in self._replies:
             self._on_reply(client, frame)
             link = self.clients.get(client)
             if link is not None:
                 link.send(frame)
         self._replies.clear()
+        return ()
 
     def command(self, engine: bytes, frame: bytes) -> None:
         link = self.engines.get(engine)

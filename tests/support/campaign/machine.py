@@ -16,7 +16,7 @@ from typing import Any, Final
 from unittest import mock
 
 from loradock.controller.core.controller import Controller
-from loradock.controller.server.logical_clock import Clocks
+from loradock.controller.server.inputs import Clocks
 from loradock.messages.requests import LoadAdapter
 
 MS: Final = 1_000_000

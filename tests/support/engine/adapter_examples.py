@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from loradock.engine.adapters import LoadedAdapter, read_adapter
-from loradock.engine.adapters.compatibility import AdapterTarget
+from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
 from loradock.engine.layout import ModuleShape
 

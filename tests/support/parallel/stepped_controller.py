@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from loradock.controller.server import process
-from loradock.controller.server.logical_clock import SYSTEM_CLOCKS
+from loradock.controller.server.inputs import SYSTEM_CLOCKS
 from loradock.controller.server.server import Server
 
 _OFFSET = struct.Struct("<q")

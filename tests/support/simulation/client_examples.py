@@ -1,8 +1,9 @@
 """A session without sockets, with functions that start its calls and deliver its answers."""
 
 from loradock.client.calls import NO_ID, Timing
-from loradock.client.session import Session, generate_request
+from loradock.client.session import Session
 from loradock.messages import requests as rq
+from loradock.messages.prompts import Sampling
 from loradock.messages.wire import REPLIES, REQUESTS
 
 TIMING = Timing(retry_s_min=0.5, retry_s_max=5.0, slack_s=2.0, lost_tokens_s=10.0)
@@ -30,8 +31,8 @@ def done(call):
 
 
 def generate(client, attempts=1, now=0.0):
-    request = generate_request("p", "upper", {"max_tokens": 3})
-    return client.begin_generation(request, now, 60.0, attempts)
+    request = rq.Generate(NO_ID, "upper", "p", Sampling(max_tokens=3))
+    return client.begin(request, now, 60.0, attempts)
 
 
 OUTPUT = [(1, "o"), (2, "n"), (3, "e")]

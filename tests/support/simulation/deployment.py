@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from loradock.controller.core.actions import Action, PublishEvent, SendCommand, SendReply, SetTimer
+from loradock.controller.core.context import Checked
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import Limits
-from loradock.controller.core.request_handlers import REQUESTS, Pending
+from loradock.controller.core.requests import REQUESTS, Pending
 from loradock.messages import commands, records, reports, requests
 from loradock.messages.errors import ErrorCode
 from tests.support.simulation.engine import Files, SimulatedEngine
@@ -107,11 +108,13 @@ class Deployment:
         self.oracle.on_input(message)
         if isinstance(message, records.InferenceRequested):
             self.prompts.add(message.request_id)
-        screened = self._screen(message)
-        actions = self.controller.handle(message, now)
-        if screened is not None:
-            expected = [] if isinstance(screened, Pending) else [SendReply(screened)]
+        found = self._check_request(message)
+        checked = found if isinstance(found, Checked) else None
+        actions = self.controller.handle(message, now, checked=checked)
+        if found is not None and checked is None:
+            expected = [] if isinstance(found, Pending) else [SendReply(found)]
             assert [a for a in actions if not isinstance(a, SetTimer)] == expected
+        # It has no earlier check, as a replay, and must do the same.
         self.shadow.handle(_decoder.decode(record).input, now)
         assert self.controller.digest() == self.shadow.digest(), "a second controller differs"
         for action in actions:
@@ -120,13 +123,13 @@ class Deployment:
         if not replaying:
             self._check_timer()
 
-    def _screen(self, message: Any) -> requests.Reply | Pending | None:
-        """Return what is known of a request before it is handled, which must change nothing."""
+    def _check_request(self, message: Any) -> requests.Reply | Pending | Checked | None:
+        """Return the check of a request before it is handled, which must change nothing."""
         if not isinstance(message, REQUESTS):
             return None
-        screened = self.controller.screen(message, 0)  # type: ignore[arg-type]
-        assert self.controller.digest() == self.shadow.digest(), "screening changed the state"
-        return screened
+        found = self.controller.check(message, 0)  # type: ignore[arg-type]
+        assert self.controller.digest() == self.shadow.digest(), "the check changed the state"
+        return found
 
     def _perform(self, action: Action, replaying: bool) -> None:
         match action:

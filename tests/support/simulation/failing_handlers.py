@@ -10,7 +10,7 @@ from loradock.controller.core.controller import Controller
 from loradock.messages.records import ControllerStarted, InputSkipped
 
 MUTATIONS = (
-    *("answer", "publish", "next_op", "issue", "issue_for", "mark_changed", "keep"),
+    *("answer", "publish", "next_op", "bound_operation", "mark_changed", "keep"),
     *("apply_transition", "touch_lru", "set_goal"),
 )
 _handle = Controller.handle

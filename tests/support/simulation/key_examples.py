@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from loradock.controller.server.access.keys import AllowedKey, KeyStore, Right, new_pair
+from loradock.controller.server.keys import AllowedKey, KeyStore, Right, new_pair
 from loradock.processes.key_files import (
     KeyPair,
     public_key_path,

@@ -27,7 +27,7 @@ class LinkBench:
         """Pass reports to the link; return its inputs for the log, which count as logged."""
         frames = [(peer, REPORTS.encode(report, epoch, seq)) for report, seq in numbered]
         output = self.link.receive(frames, self.now_ns)
-        self.link.note_logged()
+        self.link.on_logged()
         return [numbered.report for numbered in output.inputs]
 
     def take_sent(self) -> list[tuple[bytes, DecodedFrame[commands.Command]]]:

@@ -145,7 +145,7 @@ class LinkedController:
         if output.inputs and log == "full":
             self.link.forget_unlogged(now_ns)
         elif output.inputs:
-            self.link.note_logged()
+            self.link.on_logged()
             for report, seq in output.inputs:
                 self._handle(report, seq, now_ns)
                 if self.state.engine_id:

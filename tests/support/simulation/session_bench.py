@@ -1,11 +1,20 @@
 """Client sessions over a core with an engine, without sockets, for tests."""
 
+from pathlib import Path
 from typing import Any
 
+from loradock.controller.core.context import Checked
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import Limits
-from loradock.controller.server.client_sessions import ClientSessions
-from loradock.controller.server.default_adapters import DefaultAdapters
+from loradock.controller.log.retention import Retention
+from loradock.controller.server.admin import Admin
+from loradock.controller.server.clients import Outbox
+from loradock.controller.server.diagnostics import Diagnostics
+from loradock.controller.server.engine_link import EngineLink
+from loradock.controller.server.preloads import DefaultAdapters
+from loradock.controller.server.queries import Queries
+from loradock.controller.server.sessions import ClientSessions
+from loradock.controller.server.snapshot_process import SnapshotProcess
 from loradock.messages import commands, records, reports
 from loradock.messages import requests as rq
 from loradock.messages.ids import client_name, scoped
@@ -37,12 +46,15 @@ class SessionBench:
 
     def restart(self) -> None:
         """Continue with sessions that know no client and no payload."""
+        diagnostics = Diagnostics(self.controller.world)
+        link = EngineLink(lambda _peer, _frame: None, 0)
+        snapshots = SnapshotProcess(Path("unused"), 0, Retention())
+        admin = Admin(self.controller, diagnostics, link, snapshots)
+        self.outbox = Outbox(self._send)
+        no_events: Any = None
+        self.queries = Queries(self.controller, no_events, admin, self.outbox)
         self.sessions = ClientSessions(
-            self.controller,
-            None,  # type: ignore[arg-type]
-            self._send,
-            1,
-            self.defaults,
+            self.controller, self.queries, admin, diagnostics, self.outbox, self.defaults
         )
 
     def _send(self, route: bytes, frame: bytes) -> None:
@@ -51,7 +63,7 @@ class SessionBench:
 
     def take_sent(self) -> list[tuple[bytes, Any]]:
         """Send the replies of the iteration, and return and clear what was sent."""
-        self.sessions.flush()
+        self.outbox.flush(self.controller.world.epoch)
         sent, self.sent = self.sent, []
         return sent
 
@@ -60,7 +72,7 @@ class SessionBench:
         self.sessions.receive(route, REQUESTS.encode(messages, token=token))
         inputs = self.sessions.take_group()
         for received in inputs:
-            self.handle(received.message, received.body)
+            self.handle(received.message, received.body, received.checked)
         return [received.message for received in inputs]
 
     def receive(self, message: rq.Request, route: bytes = b"c", token: bytes = TOKEN) -> Any:
@@ -68,9 +80,9 @@ class SessionBench:
         inputs = self.group(message, route=route, token=token)
         return inputs[-1] if inputs else None
 
-    def handle(self, message: Any, body: int = 0) -> None:
+    def handle(self, message: Any, body: int = 0, checked: Checked | None = None) -> None:
         """Handle an input, and send its replies."""
-        for action in self.controller.handle(message, 1, body):
+        for action in self.controller.handle(message, 1, body, checked=checked):
             if isinstance(getattr(action, "message", None), rq.Reply):
                 self.sessions.answer(action.message)
             if isinstance(getattr(action, "message", None), commands.Command):

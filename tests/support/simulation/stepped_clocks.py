@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from loradock.controller.log.writer import Log
+from loradock.controller.server.admin import SettingsFile
 from loradock.controller.server.config import ServerConfig
-from loradock.controller.server.logical_clock import Clocks
-from loradock.controller.server.operating.settings_file import SettingsFile
+from loradock.controller.server.inputs import Clocks
 from loradock.controller.server.process import _open_log
 from loradock.controller.server.server import Server
 from loradock.controller.server.transport import Transport

@@ -1,1 +1,0 @@
-"""Which processes and keys reach the controller, and what each of them may do."""

@@ -1,1 +1,0 @@
-"""What the operator of a server sees and changes: requests, slow operations, settings, its end."""

@@ -1,1 +1,0 @@
-"""An adapter's directory, opened safely, and the readers of the weights formats."""

@@ -1,0 +1,384 @@
+"""Endpoints: a decorated method of an object serves a method of a path.
+
+    @post("/v1/embeddings", errors=INFERENCE, span="embeddings")
+    async def embeddings(self, body: PoolingRequest) -> Embeddings:
+        \"\"\"Embed inputs.\"\"\"
+
+The signature has the types of the body and of the answer, and the docstring is the summary. An
+endpoint that needs the head of a request has a parameter `request`. `EndpointApp` does the rest:
+bounds on the body, decoding, errors, spans, and the end of a request that its client abandons: it
+is cancelled in every phase.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final, Literal, Protocol, TypeVar, get_args, get_type_hints
+
+import msgspec
+from msgspec import Struct
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from loradock.client import LoradockError
+from loradock.gateway.http.errors import HttpError, Shape, error_of, error_response
+from loradock.gateway.http.streams import EventStream, JsonResponse, json_response
+from loradock.gateway.recorder import SPAN, RequestSpan
+
+TEXT_BYTES_MAX: Final = 8 << 20
+"""Bound on a body without images: no request of this length fits into a message."""
+
+INFERENCE: Final = (400, 404, 429, 503)
+"""The statuses of errors of an inference."""
+CHANGES: Final = (400, 403, 404, 409, 429, 503)
+"""The statuses of errors of a change to adapters."""
+
+CONNECTION: Final = "loradock.connection"
+"""The name of the ASGI extension in which the gateway's own HTTP protocol is a `Connection`."""
+
+_JSON: Final = "application/json"
+
+Access = Literal["public", "key", "updating"]
+"""Requests that are accepted: all, those with a key, or those with a key while the gateway lets
+clients change adapters."""
+
+Handler = Callable[..., Awaitable[Any]]
+"""Called with `request` and `body`, if it has these parameters."""
+HandlerT = TypeVar("HandlerT", bound=Handler)
+Body = TypeVar("Body")
+
+
+class Endpoint(Struct, frozen=True, kw_only=True):
+    """One method of one path.
+
+    `body` and `answer` are the types of the JSON, None if absent or text. `failure` is the type of
+    errors in a separate shape, next to `ErrorBody`. `shape`: the protocol of all others.
+    `has_images`: bodies may have the configured length instead of `TEXT_BYTES_MAX`. `span`: the
+    operation in the name of its spans; empty: it has none.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    handler: Handler
+    summary: str
+    body: Any = None
+    answer: Any = None
+    failure: Any = None
+    shape: Shape = "openai"
+    media_type: str = _JSON
+    streams: bool = False
+    access: Access = "key"
+    has_images: bool = False
+    errors: tuple[int, ...] = ()
+    span: str = ""
+
+
+class _Route(Struct, frozen=True):
+    """What a decorator says of a method; `options` are further fields of its `Endpoint`."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    options: dict[str, Any]
+
+
+def get(*paths: str, **options: Any) -> Callable[[HandlerT], HandlerT]:
+    """Serve `GET` of paths with a method; `options` are further fields of its `Endpoint`."""
+    return _served("GET", paths, options)
+
+
+def post(*paths: str, **options: Any) -> Callable[[HandlerT], HandlerT]:
+    """Serve `POST` of paths with a method; `options` are further fields of its `Endpoint`."""
+    return _served("POST", paths, options)
+
+
+def _served(
+    method: Literal["GET", "POST"], paths: Iterable[str], options: dict[str, Any]
+) -> Callable[[HandlerT], HandlerT]:
+    def decorate(handler: HandlerT) -> HandlerT:
+        routes = [_Route(method, path, options) for path in paths]
+        vars(handler)["routes"] = (*routes, *vars(handler).get("routes", ()))
+        return handler
+
+    return decorate
+
+
+def endpoints_of(owner: object) -> list[Endpoint]:
+    """Return the endpoints of an object's class, in the order of their definition."""
+    return [
+        _endpoint(route, function.__get__(owner))
+        for function in vars(type(owner)).values()
+        for route in getattr(function, "routes", ())
+    ]
+
+
+def _endpoint(route: _Route, handler: Handler) -> Endpoint:
+    hints = get_type_hints(handler)
+    answers = get_args(hints["return"]) or (hints["return"],)
+    kinds = [kind for kind in answers if kind not in (EventStream, Response, str)]
+    # A list and a dictionary have type arguments too.
+    is_union = EventStream in answers and bool(kinds)
+    answer = kinds[0] if is_union else hints["return"] if kinds else None
+    found = {
+        "method": route.method,
+        "path": route.path,
+        "handler": handler,
+        "summary": (inspect.getdoc(handler) or "").partition(".\n")[0].removesuffix("."),
+        "body": hints.get("body"),
+        "answer": answer,
+        "streams": is_union,
+        "media_type": "text/plain" if str in answers else _JSON,
+    }
+    return Endpoint(**{**found, **route.options})
+
+
+class Limits(Struct, frozen=True):
+    """Bounds of what is received."""
+
+    body_bytes_max: int
+    receive_timeout_s: float
+
+
+class Spans(Protocol):
+    """Begins spans of requests."""
+
+    def begin(self, operation: str, headers: Headers, body: Any) -> RequestSpan:
+        """Begin the span of a request, below the span that its headers name."""
+
+
+class EndpointApp:
+    """The ASGI application of one endpoint; `spans` None: its requests have no spans."""
+
+    def __init__(self, endpoint: Endpoint, limits: Limits, spans: Spans | None) -> None:
+        bytes_max = limits.body_bytes_max
+        self._bytes_max: Final = (
+            bytes_max if endpoint.has_images else min(bytes_max, TEXT_BYTES_MAX)
+        )
+        self._timeout_s: Final = limits.receive_timeout_s
+        self._endpoint: Final = endpoint
+        self._spans: Final = spans if endpoint.span else None
+        self._takes_request: Final = "request" in inspect.signature(endpoint.handler).parameters
+        self._decoder = None if endpoint.body is None else msgspec.json.Decoder(endpoint.body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        try:
+            arguments = await self._arguments(scope, receive)
+        except Disconnected:
+            return
+        except HttpError as error:
+            await error_response(error, self._endpoint.shape)(scope, receive, send)
+            return
+        watch = watch_of(scope, receive)
+        try:
+            await self._serve(arguments, scope, receive, send)
+        except asyncio.CancelledError:
+            # The server cancels too, when it ends; only a client that left is handled here.
+            if not watch.take_cancellation():
+                raise
+        finally:
+            watch.end()
+
+    async def _arguments(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        arguments = {"request": Request(scope)} if self._takes_request else {}
+        body = await read_body(scope, receive, self._bytes_max, self._timeout_s)
+        if self._decoder is None:
+            return arguments
+        check_json_type(scope)
+        return {**arguments, "body": decode(self._decoder, body)}
+
+    async def _serve(
+        self, arguments: dict[str, Any], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        try:
+            if self._spans is None:
+                answer = await self._endpoint.handler(**arguments)
+            else:
+                answer = await self._traced(self._spans, arguments, scope)
+        except HttpError as error:
+            answer = error_response(error, self._endpoint.shape)
+        except LoradockError as error:
+            answer = error_response(error_of(error), self._endpoint.shape)
+        if isinstance(answer, EventStream):
+            await answer.send(send, only_head=scope["method"] == "HEAD")
+        else:
+            await _response_of(answer)(scope, receive, send)
+
+    async def _traced(self, spans: Spans, arguments: dict[str, Any], scope: Scope) -> Any:
+        """Return the answer of a request whose span ends with it."""
+        span = spans.begin(self._endpoint.span, Headers(scope=scope), arguments.get("body"))
+        token = SPAN.set(span)
+        try:
+            answer = await self._endpoint.handler(**arguments)
+        except BaseException as error:
+            span.on_error(error)
+            span.end()
+            raise
+        finally:
+            SPAN.reset(token)
+        if isinstance(answer, EventStream):
+            return answer.ended_by(span.end)
+        span.end()
+        return answer
+
+
+def _response_of(answer: Any) -> Response:
+    if isinstance(answer, JsonResponse | Response):
+        return answer
+    return PlainTextResponse(answer) if isinstance(answer, str) else json_response(answer)
+
+
+class Disconnected(Exception):  # noqa: N818 - named by what happened
+    """The client closed the connection before its request was complete."""
+
+
+def header_of(scope: Scope, name: bytes) -> str:
+    """Return the first value of a header, named in lower case; empty if absent."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return ""
+
+
+async def read_body(scope: Scope, receive: Receive, bytes_max: int, timeout_s: float) -> bytes:
+    """Return the whole body; raises `HttpError` if it is too long or arrives too slowly."""
+    connection = connection_of(scope)
+    if connection is not None and connection.has_received_all:
+        return await _read(receive, bytes_max)
+    length = header_of(scope, b"content-length")
+    if length.isascii() and length.isdigit() and int(length) > bytes_max:
+        raise _too_long(bytes_max)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(receive, bytes_max)
+    except TimeoutError as error:
+        raise HttpError(408, f"the body did not arrive within {timeout_s:g} s") from error
+
+
+async def _read(receive: Receive, bytes_max: int) -> bytes:
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > bytes_max:
+            raise _too_long(bytes_max)
+        more = message.get("more_body", False)
+        if not more and not parts:
+            return part
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_long(bytes_max: int) -> HttpError:
+    return HttpError(413, f"the body is too long; at most {bytes_max} bytes are read")
+
+
+def check_json_type(scope: Scope) -> None:
+    """Raise `HttpError` unless the body is declared as JSON."""
+    declared = header_of(scope, b"content-type")
+    if declared == _JSON:
+        return
+    declared = declared.partition(";")[0].strip().lower()
+    if declared != _JSON:
+        raise HttpError(
+            415, f"the content type must be application/json, got {declared or 'none'!r}"
+        )
+
+
+def decode(decoder: "msgspec.json.Decoder[Body]", body: bytes) -> Body:
+    """Return the decoded body; raises `HttpError` for one that is not as documented.
+
+    Only the main thread may call it: its stack suffices for the depth at which decoding stops.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise HttpError(400, str(error), _param_of(str(error))) from error
+    except RecursionError as error:
+        raise HttpError(400, "the JSON is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpError(400, f"the body is not valid JSON: {error}") from error
+
+
+def _param_of(message: str) -> str | None:
+    """Return the top-level field that a message of msgspec names."""
+    # Of a dictionary's key the path is "`key` in `$.field`".
+    _, separator, path = message.rpartition("`$.")
+    if separator:
+        return path.removesuffix("`").partition(".")[0].partition("[")[0]
+    _, separator, field = message.partition("field `")
+    return field.partition("`")[0] if separator else None
+
+
+class Connection(Protocol):
+    """What the gateway's HTTP protocol reports of a connection; it executes one request at a time.
+
+    Under another server it is missing.
+    """
+
+    @property
+    def has_received_all(self) -> bool:
+        """Whether no request is incomplete, so that reading a body does not wait."""
+
+    def set_watch(self, watch: "Watch | None") -> None:
+        """Report the loss of the connection to a watch, at once if it is lost; None: to none."""
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """Return the connection of a request, if the server reports of it."""
+    extensions: dict[str, Any] = scope.get("extensions") or {}
+    return extensions.get(CONNECTION)
+
+
+class Watch:
+    """Cancels the current task when its client leaves, until `end`."""
+
+    def __init__(self, connection: Connection | None) -> None:
+        self._task = asyncio.current_task()
+        self._has_left = False
+        self._connection = connection
+        if connection is not None:
+            connection.set_watch(self)
+
+    def on_left(self) -> None:
+        """Cancel the task."""
+        self._has_left = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def take_cancellation(self) -> bool:
+        """Whether the cancellation of the task is this one and no other; it then counts as over."""
+        return self._has_left and self._task is not None and self._task.uncancel() == 0
+
+    def end(self) -> None:
+        """Stop watching."""
+        if self._connection is not None:
+            self._connection.set_watch(None)
+
+
+class _TaskWatch(Watch):
+    """A watch by a task that waits, which costs about a tenth of a short request."""
+
+    def __init__(self, receive: Receive) -> None:
+        super().__init__(None)
+        self._watching = asyncio.ensure_future(self._wait(receive))
+
+    async def _wait(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.on_left()
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._watching.cancel()
+
+
+def watch_of(scope: Scope, receive: Receive) -> Watch:
+    """Begin to watch the client of a request whose body was read, for the current task."""
+    connection = connection_of(scope)
+    return _TaskWatch(receive) if connection is None else Watch(connection)

@@ -1,1 +1,0 @@
-"""Metrics: what this gateway measured, what the controller counted, under two sets of names."""

@@ -1,0 +1,258 @@
+"""The page at `/`, one file without references to other hosts, and the events that it follows.
+
+A reader of `/events` first receives a `snapshot`, then every event once and in order, and between
+them `status` and the `adapters` that changed, with the fields that events lack. A reader that
+continues from a number (`Last-Event-ID`) receives the events after it, or a snapshot if they are
+not kept any more. `/events/history` has past events of the log, in pages.
+"""
+
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from loradock.client import AsyncClient
+from loradock.gateway.adapters.follower import AdapterTable, Follower
+from loradock.gateway.adapters.models import AdapterCard, adapter_card
+from loradock.gateway.http.endpoint import get
+from loradock.gateway.http.errors import HttpError
+from loradock.gateway.http.streams import EventStream, named_event
+from loradock.messages.events import Published
+from loradock.messages.requests import StatusShown
+
+PAGE: Final = Path(__file__).with_name("page.html")
+
+KEEP_ALIVE_S: Final = 10.0
+"""A comment is sent after this time without an event, so that a lost connection is noticed."""
+
+READERS_MAX: Final = 256
+
+PAGE_EVENTS_MAX: Final = 2000
+SCANNED_MAX: Final = 20_000
+"""Bound on the events that one request reads, also if few of them concern the adapter."""
+
+_KEEP_ALIVE: Final = b": \n\n"
+_INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.S)
+
+
+class Page:
+    """The endpoint; the browser runs only the script of the file itself."""
+
+    def __init__(self) -> None:
+        self._text = PAGE.read_text()
+        self._headers = {
+            "Content-Security-Policy": content_security_policy(self._text),
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+        }
+
+    @get("/", media_type="text/html", access="public")
+    async def page(self) -> Response:
+        """The page."""
+        return HTMLResponse(self._text, headers=self._headers)
+
+
+def content_security_policy(page: str) -> str:
+    """Return the policy that allows exactly the script and the style of the page."""
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, text in _INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[kind].append(f"'sha256-{digest}'")
+    return (
+        f"default-src 'none'; script-src {' '.join(hashes['script'])}; "
+        f"style-src {' '.join(hashes['style'])}; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+class Tier(Struct, frozen=True):
+    """Use and bounds of a tier."""
+
+    name: str
+    count: int
+    count_max: int
+    bytes: int
+    bytes_max: int
+
+
+class StatusCard(Struct, frozen=True):
+    """The totals of the controller."""
+
+    model: str
+    engine_id: str
+    epoch: int
+    seq: int
+    requests: int
+    operations: int
+    answered: int
+    refused: int
+    policy: str
+    tiers: list[Tier]
+
+
+class Snapshot(Struct, frozen=True):
+    """The state of all adapters after event `seq`."""
+
+    seq: int
+    synced: bool
+    status: StatusCard | None
+    adapters: list[AdapterCard]
+
+
+class LiveEvent(Struct, frozen=True):
+    """One event; `event` has its type in the field `type`."""
+
+    seq: int
+    time_ms: int
+    event: dict[str, Any]
+
+
+class Live:
+    """The endpoint; any number of readers share the table of one follower."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self._readers = 0
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """End all streams: they would delay the end of the gateway, which lets requests end."""
+        self._is_closed = True
+        await self._follower.notify()
+
+    @get("/events", media_type="text/event-stream", errors=(429,))
+    async def events(self, request: Request) -> EventStream:
+        """The life-cycle events as they happen."""
+        if self._readers >= READERS_MAX:
+            raise HttpError(429, f"at most {READERS_MAX} readers can follow the events")
+        since = request.headers.get("last-event-id", "")
+        self._readers += 1
+        is_number = since.isascii() and since.isdigit()
+        return EventStream(self._stream(int(since) if is_number else None), self._on_closed)
+
+    async def _on_closed(self) -> None:
+        self._readers -= 1
+
+    async def _stream(self, since: int | None) -> AsyncGenerator[bytes, None]:
+        table, seq, updates = self._follower.table, since, 0
+        while not self._is_closed:
+            if table.seq is None:
+                # Nothing is known before the first list.
+                yield _KEEP_ALIVE
+                await self._wait_for_change()
+                continue
+            missed = None if seq is None else table.events_after(seq)
+            if missed is None:
+                yield named_event("snapshot", table.seq, snapshot_of(table))
+                seq, updates = table.seq, table.update_count
+            for published in missed or ():
+                yield named_event("event", published.seq, live_event(published))
+                seq = published.seq
+            if not missed and not await self._wait_for_change():
+                yield _KEEP_ALIVE
+            elif not missed:
+                yield named_event("status", seq or 0, status_card(table.status))
+                changed, updates = table.updated_after(updates), table.update_count
+                if changed is None:
+                    seq = None
+                elif changed:
+                    yield named_event("adapters", seq or 0, [*map(adapter_card, changed)])
+
+    async def _wait_for_change(self) -> bool:
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_S), self._follower.changed:
+                await self._follower.changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def snapshot_of(table: AdapterTable) -> Snapshot:
+    """Return the table as readers see it."""
+    cards = [adapter_card(view) for _, view in sorted(table.views.items())]
+    return Snapshot(table.seq or 0, table.synced, status_card(table.status), cards)
+
+
+def live_event(published: Published) -> LiveEvent:
+    """Return one event as readers see it."""
+    event = published.event
+    fields = {"type": type(event).__name__, **msgspec.structs.asdict(event)}
+    return LiveEvent(published.seq, published.time_ns // 1_000_000, fields)
+
+
+def status_card(status: StatusShown | None) -> StatusCard | None:
+    """Return the controller's totals as readers see them."""
+    if status is None:
+        return None
+    tiers = [
+        Tier(tier.name, tier.count, tier.count_max, tier.size_bytes, tier.size_bytes_max)
+        for tier in status.tiers
+    ]
+    return StatusCard(
+        model=status.model,
+        engine_id=status.engine_id,
+        epoch=status.epoch,
+        seq=status.seq,
+        requests=status.requests,
+        operations=status.operations,
+        answered=status.answered,
+        refused=status.refused,
+        policy=status.policy,
+        tiers=tiers,
+    )
+
+
+class History(Struct, frozen=True):
+    """Events in order; a next page begins after `next_seq`, which is null at the end."""
+
+    events: list[LiveEvent]
+    next_seq: int | None
+
+
+class Past:
+    """The endpoint."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    @get("/events/history", errors=(400, 503))
+    async def events(self, request: Request) -> History:
+        """Past life-cycle events.
+
+        They are those after `since`, all or those of `adapter`.
+        """
+        since = _number(request, "since", 0, 2**62)
+        limit = _number(request, "limit", PAGE_EVENTS_MAX, PAGE_EVENTS_MAX)
+        adapter = request.query_params.get("adapter")
+        found: list[LiveEvent] = []
+        seq, scanned = since, 0
+        async with await self._client.events(since=since, follow=False) as stream:
+            async for item in stream:
+                scanned += 1
+                # What is not kept any more is left out.
+                if not isinstance(item, Published):
+                    continue
+                seq = item.seq
+                if adapter is None or getattr(item.event, "adapter", "") == adapter:
+                    found.append(live_event(item))
+                if len(found) >= limit or scanned >= SCANNED_MAX:
+                    return History(found, seq)
+        return History(found, None)
+
+
+def _number(request: Request, name: str, default: int, value_max: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= value_max):
+        raise HttpError(400, f"{name} must be an integer from 0 to {value_max}, got {text!r}", name)
+    return int(text)

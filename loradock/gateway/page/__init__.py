@@ -1,1 +1,0 @@
-"""The page at `/` and the stream of events from which it follows the adapters."""

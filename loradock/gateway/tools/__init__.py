@@ -1,1 +1,0 @@
-"""Calls of tools in a model's text: formats, parsers, and the blocks that answers consist of."""
