@@ -195,6 +195,11 @@ class PaddedBatch:
         return len(self._running) + sum(map(len, self._prefilling))
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of the batch."""
+        return [*self._running, *self.prefilling]
+
+    @property
     def running(self) -> list[Sequence]:
         """The sequences of the running cache."""
         return self._running

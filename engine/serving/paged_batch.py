@@ -154,6 +154,11 @@ class PagedBatch:
         return len(self._members)
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of the batch, in order."""
+        return [one.sequence for one in self._members]
+
+    @property
     def running(self) -> list[Sequence]:
         """The sequences that are decoded."""
         return [one.sequence for one in self._members if one.is_prefilled]

@@ -13,7 +13,6 @@ stale sequence fails alone (L007). Adapters are not scheduled here: a request na
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
 from typing import Final
 
 from loradock.engine.config import EngineConfig
@@ -100,8 +99,7 @@ class GenerationScheduler:
     @property
     def running(self) -> list[OpId]:
         """The operations that take part in the next step."""
-        batch = self.batch
-        return [sequence.command.op for sequence in chain(batch.running, batch.prefilling)]
+        return [sequence.command.op for sequence in self.batch.sequences]
 
     @property
     def kv_use(self) -> KVUse:
@@ -282,7 +280,7 @@ class GenerationScheduler:
         self._full_steps = self._full_steps + 1 if self._waiting and is_full else 0
         if self._full_steps < PREEMPT_AFTER_STEPS:
             return
-        counts = Counter(one.command.adapter_id for one in chain(batch.running, batch.prefilling))
+        counts = Counter(one.command.adapter_id for one in batch.sequences)
         waiting = min(self._waiting.adapters, key=lambda adapter: counts[adapter])
         candidates = [
             one

@@ -118,47 +118,40 @@ def without_repetition(bench: GenerationBench) -> tuple[str, tuple[int, ...], st
     raise AssertionError("every output repeats a token; change the seed of the model")
 
 
-def test_a_stop_string_across_tokens_ends_the_text_before_it(
-    bench: GenerationBench, no_eos: None, monkeypatch: pytest.MonkeyPatch
+STOPS = {
+    "a stop string across tokens": (lambda text: ("never", text[3:6]), 8, None),
+    "text that only began like one": (lambda text: (text[1:3] + "x", text[5:7] + "x"), 7, None),
+    "text held back when the model ends": (lambda text: (text[3] + "x",), 8, 4),
+}
+"""The stop strings of a text, the most tokens, and the number of the token that ends the output."""
+
+SHOWN = {
+    "a stop string across tokens": ("stop", 6, lambda text: [*text[:3], "", "", ""]),
+    "text that only began like one": (
+        *("length", 7),
+        lambda text: [text[0], "", "", text[1:4], text[4], "", text[5:7]],
+    ),
+    "text held back when the model ends": ("stop", 4, lambda text: [*text[:3], "", text[3]]),
+}
+"""The reason of the end, the tokens, and the text with each of them."""
+
+
+@pytest.mark.parametrize("title", STOPS)
+def test_text_is_held_back_while_it_may_be_a_stop_string(
+    bench: GenerationBench, no_eos: None, monkeypatch: pytest.MonkeyPatch, title: str
 ) -> None:
     monkeypatch.setattr(bench.model, "tokenizer", Letters())
     name, prompt, text = without_repetition(bench)
-    op = bench.start(name, prompt, Sampling(max_tokens=8, stop=("never", text[3:6])))
+    stops, most, end = STOPS[title]
+    if end is not None:
+        monkeypatch.setattr(bench.model, "eos_ids", frozenset({ord(text[end]) - 0x100}))
+    op = bench.start(name, prompt, Sampling(max_tokens=most, stop=stops(text)))
     other = bench.start(name, prompt, EIGHT)
     bench.run()
-    tokens, shown = bench.output(op)
-    assert shown == text[:3]
-    assert len(tokens) == 6
-    assert bench.end(op) == GenerationEnded(op, "stop", len(prompt), 6)
-    pieces = [r.text for r in bench.reports if getattr(r, "request_id", "") == str(op)]
-    assert pieces == [*text[:3], "", "", ""]
-    assert bench.output(other)[1] == text
-
-
-def test_text_that_only_began_like_a_stop_string_is_shown_later(
-    bench: GenerationBench, no_eos: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench.model, "tokenizer", Letters())
-    name, prompt, text = without_repetition(bench)
-    stops = (text[1:3] + "x", text[5:7] + "x")
-    op = bench.start(name, prompt, Sampling(max_tokens=7, stop=stops))
-    bench.run()
-    pieces = [r.text for r in bench.reports if isinstance(r, TokensStreamed)]
-    assert pieces == [text[0], "", "", text[1:4], text[4], "", text[5:7]]
-    assert bench.end(op) == GenerationEnded(op, "length", len(prompt), 7)
-
-
-def test_text_held_back_is_shown_when_the_model_ends(
-    bench: GenerationBench, no_eos: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench.model, "tokenizer", Letters())
-    name, prompt, text = without_repetition(bench)
-    monkeypatch.setattr(bench.model, "eos_ids", frozenset({ord(text[4]) - 0x100}))
-    op = bench.start(name, prompt, Sampling(max_tokens=8, stop=(text[3] + "x",)))
-    bench.run()
-    pieces = [r.text for r in bench.reports if isinstance(r, TokensStreamed)]
-    assert pieces == [*text[:3], "", text[3]]
-    assert bench.end(op) == GenerationEnded(op, "stop", len(prompt), 4)
+    reason, count, shown = SHOWN[title]
+    assert bench.end(op) == GenerationEnded(op, reason, len(prompt), count)
+    assert [r.text for r in bench.reports if getattr(r, "request_id", "") == str(op)] == shown(text)
+    assert bench.output(other)[1] == text[:end]
 
 
 def test_cancelling_ends_running_and_waiting_sequences_with_their_output(

@@ -104,15 +104,6 @@ def test_waiting_adapters_are_served_equal_amounts(
             assert max(amounts) - min(amounts) <= 2 * (quantum + largest)
 
 
-def test_a_request_waits_for_one_turn_of_each_other_adapter() -> None:
-    queue: WaitingQueue[str] = WaitingQueue(quantum_tokens=512)
-    for _ in range(500):
-        queue.append(1, "flood", 100)
-    queue.append(2, "other", 4)
-    order = [queue.pop() for _ in range(10)]
-    assert "other" in order
-
-
 def test_generated_tokens_count_against_an_adapter_that_waits() -> None:
     queue: WaitingQueue[str] = WaitingQueue(quantum_tokens=100)
     for _ in range(4):

@@ -131,12 +131,6 @@ def punica(prepared_model: CausalModel) -> PunicaWrapper:
     return PunicaWrapper(prepared_model.device, 16, choose_kernels("cpu"))
 
 
-def test_steps_are_captured_only_with_the_option(
-    prepared_model: CausalModel, punica: PunicaWrapper, engine_config: EngineConfig
-) -> None:
-    assert isinstance(choose_decode(prepared_model, punica, 2, engine_config), DynamicDecode)
-
-
 def test_a_cpu_captures_nothing(
     make_engine: Callable[..., EngineBench], engine_config: EngineConfig
 ) -> None:

@@ -33,10 +33,6 @@ def attached(epoch: int = 3, seq: int = 5) -> ControllerLink:
     return link
 
 
-def test_a_new_link_sends_the_inventory_first() -> None:
-    assert ControllerLink().needs_sync
-
-
 @pytest.mark.parametrize(
     ("epoch", "seq", "message", "accepted", "needs_sync"),
     [
@@ -99,15 +95,6 @@ def test_reports_of_operations_are_counted_and_the_others_carry_the_last_number(
         assert frame.epoch == 3
         numbers.append(frame.seq)
     assert numbers == [0, 1, 1, 2, 2, 2]
-
-
-def test_kept_reports_have_their_old_numbers_in_a_new_epoch() -> None:
-    link = attached(epoch=3)
-    for op in range(1, 5):
-        link.encode(WeightsDropped(op))
-    link.accept(DecodedFrame(4, 1, RequestInventory(2)))
-    frames = [REPORTS.decode(frame) for frame in link.unacknowledged_frames()]
-    assert frames == [DecodedFrame(4, 3, WeightsDropped(3)), DecodedFrame(4, 4, WeightsDropped(4))]
 
 
 @pytest.mark.parametrize("kind", [ControllerBeat, RequestInventory])

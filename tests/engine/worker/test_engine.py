@@ -134,25 +134,6 @@ def test_an_operation_is_executed_once_even_if_it_arrives_late(bench: EngineBenc
     assert bench.adapters().keys() == {1, 2}
 
 
-def test_a_slot_reset_for_another_adapter_fails_only_its_old_sequences(bench: EngineBench) -> None:
-    bench.promote(1, "mlp", GPU_SLOT, slot=0)
-    bench.promote(2, "attention", PINNED)
-    bench.promote(3, "everything", GPU_SLOT, slot=1)
-    alone = bench.generate(3, 1, 1)
-    bench.wait(alone)
-    old, other = bench.generate(1, 0, 1, max_tokens=100), bench.generate(3, 1, 1)
-    bench.engine.step()
-    assert isinstance(bench.do(cm.ResetSlot, slot=0, generation=1), rp.SlotReset)
-    assert isinstance(bench.do(cm.WriteSlot, adapter_id=2, slot=0, generation=2), rp.SlotWritten)
-    new = bench.generate(2, 0, 2)
-    failure(bench.wait(old), ErrorCode.NOT_RESIDENT, "generation 1 of slot 0")
-    assert isinstance(bench.wait(new), rp.GenerationEnded)
-    assert isinstance(bench.wait(other), rp.GenerationEnded)
-    assert bench.tokens(other) == bench.tokens(alone)
-    failure(bench.wait(bench.generate(1, 0, 1)), ErrorCode.NOT_RESIDENT)
-    failure(bench.wait(bench.generate(1, 0, 2)), ErrorCode.NOT_RESIDENT)
-
-
 def test_a_prefix_is_reused_by_the_fingerprint_of_an_adapter(bench: EngineBench) -> None:
     """Also after the adapter was in another slot, and never by another adapter in its slot."""
     prompt = tuple(range(40))
