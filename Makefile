@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CLIENT_STAMPS := $(VENV)-clients/openai-2/.installed $(VENV)-clients/openai-3/.installed
+TORCH  ?=
 RULES  := tests/test_architecture.py tests/test_code_rules.py tests/test_robustness.py
 CORE_TESTS := tests/controller/core tests/controller/states
 ONLY   ?=
@@ -23,10 +24,13 @@ help:  ## list the targets
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)')
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $(STAMP)
 
-setup: $(STAMP)  ## make .venv with everything that is needed
+# pip keeps a torch that is installed: TORCH='torch==2.13.*' chooses a version, or its build without
+# CUDA if pip finds one.
+setup: $(STAMP)  ## make .venv with everything that is needed (TORCH='torch==2.13.*')
 
 demo: $(STAMP)  ## eight adapters, three slots, two crashes, one replay: two minutes (KEEP=1)
 	$(BIN)/python -m examples.demo --directory $(DIR) $(if $(KEEP),--keep)

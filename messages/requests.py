@@ -40,6 +40,7 @@ from loradock.messages.views import (
     AdapterCounters,
     AdapterUse,
     AdapterView,
+    Batching,
     Details,
     EngineStatistics,
     FailureView,
@@ -351,11 +352,16 @@ class AdaptersPage(_Page, frozen=True):
 
 
 class AdapterShown(_Reply, frozen=True):
-    """One adapter's current version, retired ones that still run, and its latest failure."""
+    """One adapter's current version, retired ones that still run, and its latest failure.
+
+    `batching` and `batching_refusal` are the engine's; see `EngineStatistics`.
+    """
 
     adapter: AdapterView
     retired: tuple[AdapterView, ...] = ()
     failure: FailureView | None = None
+    batching: Batching = ""
+    batching_refusal: str = ""
 
 
 class StatusShown(_Reply, frozen=True):

@@ -120,6 +120,13 @@ class FailureView(Value, frozen=True):
 KVLayout = Literal["", "paged", "padded"]
 """How keys and values are kept: in blocks, as rows of equal length, or not at all."""
 
+Batching = Literal["", "paged", "padded", "together", "single", "whole"]
+"""How an engine runs the sequences of a step, the fastest first; empty if it generates nothing.
+
+In blocks, as one left-padded batch, together with states of any kind, one after another with a
+state, or one after another with all tokens at each step.
+"""
+
 DURATION_BOUNDS_S: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
@@ -146,6 +153,8 @@ class EngineStatistics(Value, frozen=True):
     `DURATION_BOUNDS_S` in `queue_counts`. `slot_writes` and `slot_resets` count complete changes of
     the arena's directory. `kernels` names the implementation of the LoRA kernels. `allocated_bytes`
     is 0 on a CPU. `kv_layout` is empty where no keys and values are kept, and without an engine.
+    `batching_refusal` is the first reason why `batching` is not a faster one; empty if there is
+    none.
 
     Of a paged cache, `kv_blocks` blocks have `kv_block_tokens` tokens each. Where it
     `shares_prefixes`, `prefix_queries` tokens of prompts were looked up, of which `prefix_hits`
@@ -186,6 +195,8 @@ class EngineStatistics(Value, frozen=True):
     inference: Distribution = Distribution()
     preemptions: Distribution = Distribution()
     computed_tokens: Distribution = Distribution()
+    batching: Batching = ""
+    batching_refusal: str = ""
 
 
 class TierView(Value, frozen=True):

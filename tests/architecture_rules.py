@@ -133,21 +133,19 @@ ROOMS: Final = (
         "torch",
     ),
     _package("engine.models.caches", "engine engine.models.library", "torch"),
-    _package("engine.models.weights", "engine engine.models.library", "msgspec safetensors torch"),
-    _package("engine.models.positions", "engine engine.models.library", "torch"),
-    _package("engine.models.trials", "engine engine.models.caches engine.models.vision", "torch"),
+    _package("engine.models.probes", "engine engine.models.caches engine.models.vision", "torch"),
     _package(
         "engine.models",
         "messages.prompts messages.requests messages.views engine engine.adapters engine.kernels "
         "engine.kernels.__init__ engine.residency engine.punica engine.layers "
-        "engine.models.caches engine.models.library engine.models.positions "
-        "engine.models.trials engine.models.vision engine.models.weights",
-        "msgspec torch",
+        "engine.models.caches engine.models.library "
+        "engine.models.probes engine.models.vision",
+        "msgspec safetensors torch",
     ),
     _package(
         "engine.serving",
         "messages engine engine.residency.arena engine.punica engine.models engine.models.caches "
-        "engine.models.library engine.models.trials engine.models.vision",
+        "engine.models.library engine.models.probes engine.models.vision",
         "llguidance msgspec structlog torch",
     ),
     _package(

@@ -29,7 +29,7 @@ BANNED_IN_CORE = ("open", "print", "input", "id", "hash")
 # The wall clock may jump: it is read for labels and for an epoch's number, and never to wait.
 WALL_CLOCKS = ("time", "time_ns", "now", "utcnow", "today", "CLOCK_REALTIME")
 WALL_CLOCK_PLACES = (
-    *("controller/server/logical_clock.py", "loradock/cli/render.py"),
+    *("controller/server/inputs.py", "loradock/cli/render.py"),
     *("loradock/gateway/recorder.py", "loradock/gateway/inference/chat_template.py"),
     # Compared with the times of files, which no other clock can be; the wait is bounded.
     "engine/adapters/directory.py",

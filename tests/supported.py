@@ -324,7 +324,8 @@ def _layers_of(
 def _versions() -> Iterator[tuple[str, ...]]:
     for row in read_rows():
         differs = ", ".join(f"`{name}`" for name in row.differs) or "none"
-        yield row.version, str(row.equal), str(row.refused), differs, row.tests
+        version = f"{row.version}, lower bounds" if row.oldest else row.version
+        yield version, str(row.equal), str(row.refused), differs, row.tests
 
 
 def _judged() -> Iterator[tuple[str, ...]]:

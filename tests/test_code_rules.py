@@ -95,7 +95,7 @@ def test_a_reading_of_the_wall_clock_is_seen() -> None:
         "time.clock_gettime_ns(time.CLOCK_REALTIME)",
     ):
         assert len(wall_clock_reads([source("controller/server/server.py", text)])) == 1
-        assert wall_clock_reads([source("controller/server/logical_clock.py", text)]) == []
+        assert wall_clock_reads([source("controller/server/inputs.py", text)]) == []
     harmless = ("time.monotonic()", "from time import sleep", "clock.time_ns", "loop.time()")
     assert wall_clock_reads([source("controller/x.py", text) for text in harmless]) == []
 

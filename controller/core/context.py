@@ -90,10 +90,6 @@ class Context:
             world.refused += 1
         self.actions.append(SendReply(reply))
 
-    def refuse(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
-        """Answer a request with a refusal."""
-        self.answer(requests.Refused(request_id, code, message))
-
     def publish(self, event: events.Event) -> None:
         """Publish an event under the next number of the stream."""
         world = self.world

@@ -6,7 +6,7 @@ engine has under it. A record that used the id for other content receives anothe
 
 import heapq
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, cast
 
 from loradock.controller.core import capacity, versions, waiting
 from loradock.controller.core.actions import RestartEngine, SendCommand
@@ -113,10 +113,10 @@ def lose(context: Context, reason: str) -> None:
 
 def abandon(context: Context, reason: str) -> None:
     """Lose an engine that does not do its work, and have its process ended."""
-    engine = context.world.engine
-    if engine is not None:
-        lose(context, reason)
-        context.actions.append(RestartEngine(engine.engine_id, engine.pid, reason))
+    # Only an attached engine has operations.
+    engine = cast(AttachedEngine, context.world.engine)
+    lose(context, reason)
+    context.actions.append(RestartEngine(engine.engine_id, engine.pid, reason))
 
 
 def on_inventory(context: Context, inventory: EngineInventory) -> None:

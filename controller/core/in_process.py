@@ -13,7 +13,6 @@ from loradock.controller.core import capacity
 from loradock.controller.core.actions import (
     Action,
     PublishEvent,
-    RestartEngine,
     SendCommand,
     SendReply,
     SetTimer,
@@ -133,7 +132,7 @@ class InProcessController:
             case SetTimer():
                 # `World.timer_ns` is read when nothing else is left to do.
                 pass
-            case RestartEngine():
+            case _:
                 raise RuntimeError(f"the engine did not complete its commands: {action.reason}")
 
     def _let_time_pass(self) -> None:

@@ -80,8 +80,12 @@ def _require(holds: bool, problem: str) -> None:
 
 
 def _check_bounds(world: World, limits: Limits) -> None:
-    """Answers and requests do not exceed their bounds."""
-    answers, pending = len(world.answers), len(world.pending_requests)
+    """Answers and unanswered requests do not exceed their bounds.
+
+    A running one stays pending if it was refused because its bound was lowered.
+    """
+    answers = len(world.answers)
+    pending = sum(1 for one in world.pending_requests.values() if not one.answered)
     _require(answers <= limits.answers_max, f"{answers} answers")
     _require(world.answers.bounds == window_bounds(limits), "the bounds of answers")
     _require(pending <= limits.requests_max, f"{pending} requests")

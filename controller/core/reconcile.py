@@ -251,12 +251,11 @@ def _confirm_batch(context: Context, request_id: RequestId, pending: PendingRequ
 def _refuse_impossible_batch(context: Context) -> None:
     """Refuse the current batch if its adapters can never be in slots at the same time."""
     world = context.world
-    if world.current_batch:
-        pending = world.pending_requests[world.current_batch]
-        adapters = tuple([world.adapters[adapter_id] for adapter_id in pending.adapters])
-        shortage = capacity.permanent_shortage_of_batch(context, adapters)
-        if shortage is not None:
-            waiting.refuse_request(context, world.current_batch, ErrorCode.NO_ROOM, shortage)
+    pending = world.pending_requests[world.current_batch]
+    adapters = tuple([world.adapters[adapter_id] for adapter_id in pending.adapters])
+    shortage = capacity.permanent_shortage_of_batch(context, adapters)
+    if shortage is not None:
+        waiting.refuse_request(context, world.current_batch, ErrorCode.NO_ROOM, shortage)
 
 
 def _end_turns(context: Context) -> None:
@@ -358,9 +357,8 @@ def _forget(context: Context, adapter: Adapter) -> None:
     elif adapter.announced and not adapter.predecessor and not has_successor:
         context.publish(events.AdapterRemoved(adapter.name))
     batches = [b for b in world.batches if adapter.id in world.pending_requests[b].adapters]
-    for request_id in (*adapter.waiters, *batches):
-        if request_id not in world.pending_requests:
-            continue
+    # The current batch is a waiter too.
+    for request_id in dict.fromkeys((*adapter.waiters, *batches)):
         if world.pending_requests[request_id].kind in DOWNWARD:
             done = waiting.adapter_done(request_id, adapter)
             waiting.end_request(context, request_id, done)

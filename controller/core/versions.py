@@ -108,8 +108,6 @@ def move_waiters(context: Context, source: Adapter, target: Adapter) -> None:
 def unlink(context: Context, adapter: Adapter) -> bool:
     """Remove the record from every index; returns whether a successor receives its name."""
     world = context.world
-    if adapter.id in world.queues.members:
-        context.leave_queue(adapter)
     del world.adapters[adapter.id]
     if adapter.id in world.warnings:
         del world.warnings[adapter.id]
@@ -141,12 +139,13 @@ def pass_on_counters(context: Context, adapter: Adapter) -> None:
 
 
 def renumber(context: Context, adapter: Adapter) -> None:
-    """Give a record without weights another id, because the engine uses this one."""
+    """Give a record without weights another id, because the engine uses this one.
+
+    No adapter is queued: an inventory empties the queues before it is compared.
+    """
     world = context.world
     old, new = adapter.id, world.next_adapter_id
     world.next_adapter_id += 1
-    if old in world.queues.members:
-        context.leave_queue(adapter)
     del world.adapters[old]
     adapter.id = new
     world.adapters[new] = adapter

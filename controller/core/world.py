@@ -303,11 +303,6 @@ class World:
         # The one deadline of kind `turn`; 0 if there is none.
         self.turn_end_ns = 0
 
-    @property
-    def wall_ns(self) -> int:
-        """The wall time (UTC) of the last input, as a label for people."""
-        return self.time_ns + self.wall_offset_ns
-
     def resize_slots(self, slots_max: int) -> None:
         """Set the number of slots. No slot may be in use."""
         for index in range(slots_max, len(self.slots)):

@@ -146,7 +146,13 @@ class Admin:
                 raise
             text = f"{refusal.message}; the last attempt failed: {failure.code} {failure.message}"
             return requests.Refused(message.request_id, refusal.code, text, details=failure.details)
-        return msgspec.structs.replace(shown, failure=failure)
+        engine = self._link.statistics
+        return msgspec.structs.replace(
+            shown,
+            failure=failure,
+            batching=engine.batching,
+            batching_refusal=engine.batching_refusal,
+        )
 
     def settings(self, request_id: RequestId) -> control.SettingsShown:
         """Return the current limits and policy."""

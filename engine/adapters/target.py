@@ -16,7 +16,7 @@ from loradock.engine.adapters.saved_tokenizer import BaseTokenizer
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import AdapterDoesNotFit
 from loradock.engine.layout import ModuleShape
-from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.library.names import PreTrainedModel
 
 Modules = Mapping[str, ModuleShape]
 """The module-slices of a model that can be adapted, by full path."""

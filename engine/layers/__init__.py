@@ -46,7 +46,7 @@ from loradock.engine.layers.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from loradock.engine.models.library.registry import Conv1D
+from loradock.engine.models.library.names import Conv1D
 from loradock.engine.punica.mapping import LoRAMapping, LoRAMappingType
 
 __all__ = [

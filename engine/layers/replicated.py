@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
-from loradock.engine.models.library.registry import Conv1D
+from loradock.engine.models.library.names import Conv1D
 
 
 class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):

@@ -15,20 +15,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from loradock.engine.config import LoRAConfig
-from loradock.engine.models.caches.module_states import ModuleState, find_module_states
+from loradock.engine.models.caches.kv_cache import BatchKVCache, left_padding_mask
 from loradock.engine.models.caches.row_cache import RowCache
-from loradock.engine.models.caches.single_rows import SingleRows
+from loradock.engine.models.caches.single_rows import ModuleState, SingleRows, find_module_states
 from loradock.engine.models.caches.state_cache import StateCache
-from loradock.engine.models.image_batch_probe import probe_images
-from loradock.engine.models.image_processor import ImagePromptReader, ImagesRefused, Processor
-from loradock.engine.models.kv_cache import BatchKVCache, left_padding_mask
-from loradock.engine.models.library.caches import Cache
+from loradock.engine.models.image_processor import (
+    ImagePromptReader,
+    ImagesRefused,
+    Processor,
+    probe_images,
+)
 from loradock.engine.models.library.generation import cache_argument, generated_logits
-from loradock.engine.models.library.registry import PreTrainedModel
-from loradock.engine.models.positions.rotary import scale_by_length
+from loradock.engine.models.library.names import Cache, PreTrainedModel
+from loradock.engine.models.positions import scale_by_length
+from loradock.engine.models.probes.batching import (
+    ProbeSpec,
+    check_rows_alone,
+    generation_probe,
+    states_probe,
+)
 from loradock.engine.models.served_model import ServedModel, Tokenizer
-from loradock.engine.models.trials.causality import check_rows_alone
-from loradock.engine.models.trials.probe import ProbeSpec, generation_probe, states_probe
 from loradock.engine.models.vision.image_inputs import ImageInputs, image_arguments
 from loradock.engine.models.vision.mapping import NO_PUNICAS, ImagePunicas
 from loradock.engine.punica.wrapper import PunicaWrapper
@@ -104,6 +110,10 @@ class CausalModel(ServedModel):
         """Bind the layers, and use `punica` for rows that are run alone."""
         super().bind(arena, punica, image_punicas)
         self._punica = punica
+
+    def record_refusal(self, reason: str) -> None:
+        """Add the reason why a faster way to run rows was refused, after those of `_prepare`."""
+        self.refusals = (*self.refusals, reason)
 
     @torch.inference_mode()
     def forward(

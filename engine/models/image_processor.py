@@ -6,7 +6,7 @@ processor one at a time.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, NamedTuple
@@ -14,19 +14,21 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from loradock.engine.errors import MODEL_CODE_ERRORS, RequestRefused
-from loradock.engine.models.library.registry import (
+from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused, RequestRefused
+from loradock.engine.models.library.names import (
     PROCESSOR_MAPPING,
     AutoImageProcessor,
     AutoTokenizer,
     ProcessorMixin,
     processor_class_from_name,
 )
+from loradock.engine.models.probes.batching import Forward, MakeCache, prefill_and_decode
+from loradock.engine.models.probes.comparison import check_same
+from loradock.engine.models.saved_weights import LOCAL
 from loradock.engine.models.served_model import ServedModel
 from loradock.engine.models.tokenization import check_text, check_tokens
-from loradock.engine.models.vision.decoding import open_images
+from loradock.engine.models.vision.decoding import open_images, sample_png
 from loradock.engine.models.vision.image_inputs import ImageInputs
-from loradock.engine.models.weights.source import LOCAL
 from loradock.messages.prompts import IllustratedPrompt
 
 _FILES: Final = ("processor_config.json", "preprocessor_config.json")
@@ -197,3 +199,40 @@ class ImagePromptReader:
         with torch.inference_mode():
             positions, deltas = self._rope_index(**arguments)
         return positions[:, 0], int(deltas)
+
+
+_IMAGE_SIZES: Final = ((64, 48), (48, 120))
+"""The sizes of the probe's images; they differ so that rows differ where sizes matter."""
+
+_TEXT: Final = "What is this?"
+
+
+def probe_images(forward: Forward, make_cache: MakeCache, reader: ImagePromptReader) -> None:
+    """Raise `ImagesRefused` unless rows with images answer in a batch as they do alone."""
+    try:
+        rows = list(_probe_rows(reader))
+        _check_rows(forward, make_cache, rows)
+    except (*MODEL_CODE_ERRORS, RequestRefused, ModelRefused) as error:
+        raise ImagesRefused(
+            f"the model did not pass the probe with images: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_rows(forward: Forward, make_cache: MakeCache, rows: list[ProcessedPrompt]) -> None:
+    next_token = rows[0].tokens[-1]
+    prompts, images = [row.tokens for row in rows], [row.images for row in rows]
+    together = prefill_and_decode(forward, prompts, [next_token], make_cache, images)
+    for index, row in enumerate(rows):
+        alone = prefill_and_decode(forward, [row.tokens], [next_token], make_cache, [row.images])
+        check_same(together[:, index], alone[:, 0])
+
+
+def _probe_rows(reader: ImagePromptReader) -> Iterator[ProcessedPrompt]:
+    """Yield a row with an image, one of text, and one with another image."""
+    first, second = (
+        IllustratedPrompt(reader.placeholder + _TEXT, (sample_png(size),)) for size in _IMAGE_SIZES
+    )
+    with_image = reader.read(first)
+    yield with_image
+    yield ProcessedPrompt([t for t in with_image.tokens if not reader.is_media_token(t)])
+    yield reader.read(second)

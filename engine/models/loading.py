@@ -18,18 +18,26 @@ from loradock.engine.errors import ModelNotRun, ModelRefused
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.image_processor import ImagesRefused, Processor, load_processor
 from loradock.engine.models.library.light_imports import without_compiler
-from loradock.engine.models.library.registry import AutoConfig, AutoTokenizer, PreTrainedModel
-from loradock.engine.models.library.weights import disable_progress_bar
+from loradock.engine.models.library.names import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedModel,
+    disable_progress_bar,
+)
 from loradock.engine.models.plain_model import HeldTextModel, PlainModel
 from loradock.engine.models.pooling_model import PoolingModel
-from loradock.engine.models.pooling_options import PoolingOptions, pooling_options
 from loradock.engine.models.preparation import CLASSIFIERS
 from loradock.engine.models.quantization import dtype_of, is_quantized, loading_options
+from loradock.engine.models.saved_settings import (
+    PoolingOptions,
+    Task,
+    loader_of,
+    pooling_options,
+    task_of,
+)
+from loradock.engine.models.saved_weights import LOCAL, Report, WeightsSource, reporting
 from loradock.engine.models.served_model import ServedModel, Tokenizer
 from loradock.engine.models.sharding import Sharding, experts_of
-from loradock.engine.models.tasks import Task, loader_of, task_of
-from loradock.engine.models.weights.progress import Report, reporting
-from loradock.engine.models.weights.source import LOCAL, WeightsSource
 from loradock.engine.parallel import SINGLE, ParallelGroup
 
 MODALITY: Final = "image"

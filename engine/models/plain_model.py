@@ -21,16 +21,15 @@ from loradock.engine.layers import (
     wrappers_for,
 )
 from loradock.engine.layers.convolution import refusal_of
-from loradock.engine.models.base_paths import BasePaths
-from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.library.names import PreTrainedModel
 from loradock.engine.models.preparation import (
     WrapScope,
     module_shapes,
     prepare_unprobed,
 )
-from loradock.engine.models.served_model import ServedModel
-from loradock.engine.models.trials.observation import ALIGNED_ROWS
-from loradock.engine.models.trials.probe import ProbeSpec, Prompts
+from loradock.engine.models.probes.batching import ProbeSpec, Prompts
+from loradock.engine.models.probes.observation import ALIGNED_ROWS
+from loradock.engine.models.served_model import BasePaths, ServedModel
 from loradock.engine.models.vision.mapping import ImageMapper
 
 _TOKENS: Final = 16

@@ -14,12 +14,11 @@ from torch.nn.functional import normalize
 
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import ModelRefused, RequestRefused
-from loradock.engine.models.library.registry import PreTrainedModel
-from loradock.engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
-from loradock.engine.models.positions.rotary import scale_by_length
+from loradock.engine.models.library.names import PreTrainedModel
+from loradock.engine.models.positions import scale_by_length
+from loradock.engine.models.probes.batching import Prompts, is_bidirectional, pooling_probe
+from loradock.engine.models.saved_settings import NO_OPTIONS, Pooling, PoolingOptions
 from loradock.engine.models.served_model import ServedModel, Tokenizer
-from loradock.engine.models.trials.causality import is_bidirectional
-from loradock.engine.models.trials.probe import Prompts, pooling_probe
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.messages.views import PoolingTask
 

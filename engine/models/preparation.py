@@ -18,17 +18,21 @@ from loradock.engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRul
 from loradock.engine.layers.packed import PackedLinear
 from loradock.engine.layers.saved import ReplaceableNorm, is_replaceable_norm
 from loradock.engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, directory_columns
-from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.library.names import PreTrainedModel
 from loradock.engine.models.packing import (
     PackingGroup,
     find_packing_groups,
     pack,
     with_implied_targets,
 )
-from loradock.engine.models.trials.comparison import located
-from loradock.engine.models.trials.image_layers import record_image_inputs
-from loradock.engine.models.trials.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
-from loradock.engine.models.trials.probe import ProbeSpec, find_column_layers, record_layer_inputs
+from loradock.engine.models.probes.batching import (
+    ProbeSpec,
+    find_column_layers,
+    record_layer_inputs,
+)
+from loradock.engine.models.probes.comparison import located
+from loradock.engine.models.probes.images import record_image_inputs
+from loradock.engine.models.probes.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
 from loradock.engine.models.vision.encoder import ImagePart
 from loradock.engine.punica.mapping import MappingType
 

@@ -13,9 +13,10 @@ from torch import nn
 from loradock.engine.config import LORA_DTYPES, QUANTIZATIONS, UNQUANTIZED, EngineConfig
 from loradock.engine.errors import ModelRefused
 from loradock.engine.kernels import CALIBRATED_BYTES_MIN, calibration, faster_dtype
-from loradock.engine.models.library.weights import (
+from loradock.engine.models.library.names import (
     BitsAndBytesConfig,
     FineGrainedFP8Config,
+    NameAbsent,
     TorchAoConfig,
 )
 from loradock.engine.parallel import ParallelGroup
@@ -80,7 +81,7 @@ def loading_options(name: str, model_config: Any, device: torch.device) -> dict[
         raise ModelRefused(f"quantization is {name!r}; one of {', '.join(QUANTIZATIONS)}")
     try:
         made = _MAKERS[name]()
-    except ImportError as error:
+    except (ImportError, NameAbsent) as error:
         raise ModelRefused(
             f"quantization is {name!r}, and its library is missing ({error}); install "
             "loradock[quantization]"

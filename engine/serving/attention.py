@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from loradock.engine.models.library.attention import (
+from loradock.engine.models.library.attention import use_attention
+from loradock.engine.models.library.names import (
     AttentionInterface,
     AttentionMaskInterface,
+    PreTrainedConfig,
     causal_mask_function,
-    use_attention,
 )
-from loradock.engine.models.library.registry import PreTrainedConfig
 from loradock.engine.serving.blocks import BLOCK_TOKENS
 from loradock.engine.serving.paged_cache import (
     DecodeGroup,

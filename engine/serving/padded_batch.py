@@ -14,9 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.caches.row_cache import RowCache
-from loradock.engine.models.kv_cache import BatchKVCache
-from loradock.engine.models.trials.probe import MakeCache
+from loradock.engine.models.probes.batching import MakeCache
 from loradock.engine.models.vision.image_inputs import ImageInputs, position_offsets
 from loradock.engine.punica.mapping import BASE, LoRAMapping
 from loradock.engine.serving.decoding import DecodeStrategy

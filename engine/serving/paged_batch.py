@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.engine.serving.blocks import (
     BLOCK_TOKENS,

@@ -19,9 +19,9 @@ from torch import Tensor
 from loradock.engine.config import EngineConfig
 from loradock.engine.errors import MODEL_CODE_ERRORS
 from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.caches.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
-from loradock.engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
 from loradock.engine.punica.mapping import BASE, LoRAMapping
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.serving.blocks import (
@@ -137,6 +137,7 @@ def choose_batch(
         probe = probe_packed(model, mapper.map)
     except PackedRefused as refusal:
         _log.warning("the key/value cache is padded, prefixes are not reused", reason=str(refusal))
+        model.record_refusal(str(refusal))
         budget = choose_budget(model, mapper, config)
         strategy = choose_decode(model, punica, len(slots.residents), config)
         return PaddedBatch(runner, strategy, budget, events, config.max_num_seqs)

@@ -32,9 +32,12 @@ from loradock.engine.worker.controller_link import SeenOperations
 from loradock.engine.worker.meter import Meter
 from loradock.messages import commands, reports
 from loradock.messages.ids import AdapterId, OpId
-from loradock.messages.views import EngineStatistics
+from loradock.messages.views import Batching, EngineStatistics
 
 _Executable = commands.Operation | commands.StopGeneration | commands.ResumeGeneration
+REASON_CHARACTERS_MAX: Final = 400
+"""The most characters of a reason that each heartbeat repeats; the log has all of it."""
+
 EngineCommand = _Executable | commands.ResendTokens
 """The commands of an engine; the worker handles those of the link (beats, inventory requests)."""
 
@@ -113,6 +116,8 @@ class Engine:
         residency = self.residency
         slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
         self._inference = choose_scheduler(model, punica, slots, config, report, image_jobs)
+        self._batching: Batching = model.batching if isinstance(model, CausalModel) else ""
+        self._batching_refusal = next(iter(model.refusals), "")[:REASON_CHARACTERS_MAX]
         self._preemption = SlotPreemption(self._inference, residency)
         self._seen_operations = SeenOperations()
         self._meter = Meter()
@@ -192,6 +197,8 @@ class Engine:
             host_bytes=host_bytes,
             pinned_bytes=pinned_bytes,
             allocated_bytes=allocated_bytes(arena.device),
+            batching=kv_use.layout if kv_use.layout == "paged" else self._batching,
+            batching_refusal=self._batching_refusal,
         )
 
     def close(self) -> None:

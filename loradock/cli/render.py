@@ -26,7 +26,14 @@ from loradock.messages.requests import (
     PrefetchAccepted,
     StatusShown,
 )
-from loradock.messages.views import AdapterCounters, AdapterView, FailureView, TierView, Warnings
+from loradock.messages.views import (
+    AdapterCounters,
+    AdapterView,
+    Batching,
+    FailureView,
+    TierView,
+    Warnings,
+)
 
 _SECOND_NS: Final = 1_000_000_000
 _TEXT_CHARACTERS_MAX: Final = 30
@@ -131,9 +138,11 @@ def _cancelled(reply: CancelDone) -> list[Renderable]:
 
 
 def _shown(reply: AdapterShown) -> list[Renderable]:
+    batching = {"batching": _batching(reply.batching, reply.batching_refusal)}
     shown: list[Renderable] = []
     for view in (reply.adapter, *reply.retired):
-        shown += [field_table(_adapter_fields(view)), *_warnings(view.warnings)]
+        fields = _adapter_fields(view) | ({} if shown else batching)
+        shown += [field_table(fields), *_warnings(view.warnings)]
     return [*shown, *_failure(reply.failure)]
 
 
@@ -258,6 +267,7 @@ def _status_fields(status: StatusShown) -> dict[str, str]:
         "log": f"record {status.seq}, event {status.events_seq}, {format_size(status.log_bytes)}",
         "snapshot": _snapshot(status),
         "digest": status.digest,
+        "batching": _batching(status.engine.batching, status.engine.batching_refusal),
         "keys, values": _kv_cache(status),
         **counter_fields(status.counters),
     }
@@ -269,6 +279,11 @@ def requests_text(status: StatusShown) -> str:
         f"{status.requests} requests ({status.running} running, {status.queued} queued, "
         f"{status.waiting} waiting for a slot)"
     )
+
+
+def _batching(batching: Batching, refusal: str) -> str:
+    """Return how the engine runs sequences, and the first reason why it is no faster."""
+    return safe(f"{batching}: {refusal}" if refusal else batching or "-")
 
 
 def _kv_cache(status: StatusShown) -> str:

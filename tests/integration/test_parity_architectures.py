@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from loradock.engine.config import LoRAConfig
@@ -22,6 +23,15 @@ pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 PROMPTS = ((72, 10, 18), (1, 2, 3, 4, 5, 6, 7, 8, 9), (20,))
 NEXT_TOKENS = (5, 44)
+
+
+def is_newer(architecture: Architecture) -> bool:
+    """Whether this version of the library gives the architecture flat passes."""
+    numbers = [
+        version.split(".")[:2] for version in (transformers.__version__, architecture.padded_before)
+    ]
+    found, before = (tuple(map(int, number)) if all(number) else () for number in numbers)
+    return bool(before) and found >= before
 
 
 def name_of(architecture: Architecture) -> str:
@@ -59,8 +69,10 @@ def test_each_row_of_a_mixed_batch_matches_peft(architecture: Architecture, tmp_
     for engine_logits in (found.engine_logits, found.chunked_logits):
         for row, engine, peft in zip(found.rows, engine_logits, found.peft_logits, strict=True):
             assert relative_error(engine, peft) < 1e-5, row
-    assert architecture.padded in found.refusal_of_flat_passes
-    assert bool(architecture.padded) == bool(found.refusal_of_flat_passes)
+    if architecture.padded and not is_newer(architecture):
+        assert architecture.padded in found.refusal_of_flat_passes
+    else:
+        assert not found.refusal_of_flat_passes
     longest = [index for index, (_, prompt) in enumerate(found.rows) if prompt == PROMPTS[1]]
     distances = torch.pdist(found.peft_logits[longest].flatten(1).double())
     assert (distances > 1e-3).all(), "adapters are alike"

@@ -7,7 +7,7 @@ import torch
 
 from loradock.engine.config import LoRAConfig
 from loradock.engine.models.pooling_model import PoolingModel
-from loradock.engine.models.pooling_options import Pooling, PoolingOptions
+from loradock.engine.models.saved_settings import Pooling, PoolingOptions
 from loradock.messages.views import PoolingTask
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.pooling_bench import ROWS, PeftReference, PoolingBench

@@ -89,7 +89,11 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
     yield "load upper", renderables(rq.AdapterDone("1", "upper", "cpu-cached", warnings=missing))
     yield "list", renderables(rq.AdaptersListed("1", (moving, now), 7))
     failure = FailureView(ErrorCode.DOES_NOT_FIT, "6 of its 6 modules differ", ("q_proj",), 9000)
-    yield "show upper", renderables(rq.AdapterShown("1", now, failure=failure))
+    reason = (
+        "a padded row's results differ from the row alone (relative norm 1.2e-01, at most 1e-03)"
+    )
+    found = rq.AdapterShown("1", now, (), failure, "single", reason)
+    yield "show upper", renderables(found)
     tiers = (
         rq.TierView("host", 2, 64, 0, 1 << 32),
         rq.TierView("device", 1, 8, 4096, 1 << 30),
@@ -121,7 +125,7 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
         device="cuda:0",
         dtype="bfloat16",
         counters=AdapterCounters(hits=18, misses=6, wait_ns=3 * 10**9, stalls=2, stall_ns=10**9),
-        engine=EngineStatistics(kv_layout="paged", kv_bytes=3 << 30, kv_bytes_max=12 << 30),
+        engine=EngineStatistics(kv_layout="paged", kv_bytes_max=12 << 30, batching="paged"),
         running=1,
     )
     yield "status", renderables(status)

@@ -2,26 +2,64 @@
 
 What a row keeps between two tokens is the model's business: a cache of any kind, under any name,
 or nothing, and then all its tokens are computed again.
+
+A state can also be in attributes of its modules; it belongs to the text that was computed last, so
+rows that take turns each need a copy.
 """
 
+import inspect
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from loradock.engine.models.caches.layer_states import states_bytes
-from loradock.engine.models.caches.module_states import (
-    ModuleState,
-    ModuleValues,
-    read_states,
-    write_states,
-)
 from loradock.engine.models.caches.row_cache import RowStates
+from loradock.engine.models.caches.state_cache import states_bytes
 from loradock.engine.models.library.generation import next_inputs, state_after
-from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.library.names import PreTrainedModel
+
+ModuleValues = tuple[Any, ...]
+"""The value of each state; None before a first forward pass."""
+
+
+class ModuleState(NamedTuple):
+    """An attribute `name` of `module` that a forward pass sets to a tensor."""
+
+    module: nn.Module
+    name: str
+
+
+def find_module_states(model: nn.Module) -> tuple[ModuleState, ...]:
+    """Return the attributes that a forward pass with a cache sets, and clear them."""
+    before = {
+        (module, name): value for module in model.modules() for name, value in vars(module).items()
+    }
+    ids = torch.arange(3, device=next(model.parameters()).device)[None]
+    has_cache = "use_cache" in inspect.signature(model.forward).parameters
+    with torch.inference_mode():
+        model(ids, **({"use_cache": True} if has_cache else {}))
+    states = tuple(
+        ModuleState(module, name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value is not before.get((module, name))
+    )
+    write_states(states, ())
+    return states
+
+
+def read_states(states: Sequence[ModuleState]) -> ModuleValues:
+    """Return the values of a row after its forward pass."""
+    return tuple(getattr(state.module, state.name) for state in states)
+
+
+def write_states(states: Sequence[ModuleState], values: ModuleValues) -> None:
+    """Set the values of a row before its forward pass; none are those of a new row."""
+    for state, value in zip(states, values or [None] * len(states), strict=True):
+        setattr(state.module, state.name, value)
 
 
 @dataclass

@@ -2,23 +2,129 @@
 
 The states are those of the model's own cache classes. A row's columns end in the last column, so
 attention needs the mask of a left-padded batch; other states need none.
+
+Keys, values and an indexer's keys have a column per token. Convolution, recurrent and state-space
+states have one value per row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from loradock.engine.models.caches.layer_states import (
-    copy_layer,
-    join_layers,
-    own_cache,
-    states_bytes,
-    take_rows,
-)
+from loradock.engine.errors import ModelRefused
 from loradock.engine.models.caches.row_cache import RowStates
-from loradock.engine.models.library.caches import DynamicCache
+from loradock.engine.models.library.names import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+_WITH_WHOLE_WINDOW: Final[dict[type, Callable[[Any], Any]]] = {
+    DynamicSlidingWindowLayer: lambda _: DynamicLayer(),
+    LinearAttentionAndSlidingWindowAttentionLayer: lambda layer: (
+        LinearAttentionAndFullAttentionLayer(layer.number_of_states)
+    ),
+}
+"""Layers that drop columns outside a window; rows of unlike lengths would drop unlike ones."""
+
+_JOINABLE: Final = (
+    *(DummyLayer, DynamicLayer, DynamicIndexedLayer),
+    *(LinearAttentionLayer, LinearAttentionAndFullAttentionLayer),
+)
+"""The layers whose states are known; each exactly, because a subclass may have further ones."""
+
+_COLUMNS: Final = {"keys": -2, "values": -2, "indexer_keys": 1}
+"""States with a column per token, and the dimension of the columns."""
+
+
+def own_cache(config: Any) -> DynamicCache:
+    """Return an empty cache with the layers of a model's configuration, without windows.
+
+    Raises `ModelRefused` for a layer of an unknown kind.
+    """
+    cache = DynamicCache(config=config)
+    cache.layers = [_WITH_WHOLE_WINDOW.get(type(one), lambda x: x)(one) for one in cache.layers]
+    for number, layer in enumerate(cache.layers):
+        if type(layer) not in _JOINABLE:
+            raise ModelRefused(
+                f"layer {number} has the states of a {type(layer).__name__}, which are not known "
+                "to be joinable by row"
+            )
+    return cache
+
+
+def join_layers(layers: Sequence[Any]) -> Any:
+    """Return one layer with the rows of all; the first one is changed and returned."""
+    first = layers[0]
+    for name, dimension in _COLUMNS.items():
+        tensors = [getattr(layer, name, None) for layer in layers]
+        if isinstance(tensors[0], Tensor):
+            setattr(first, name, _join_columns(tensors, dimension))
+    for name in ("conv_states", "recurrent_states"):
+        states: dict[int, Tensor | None] = getattr(first, name, {})
+        for key, state in states.items():
+            if state is not None:
+                states[key] = torch.cat([getattr(layer, name)[key] for layer in layers])
+    return first
+
+
+def copy_layer(layer: Any) -> Any:
+    """Return a layer with the same tensors, which `take_rows` can change alone."""
+    copied = copy(layer)
+    for name in ("conv_states", "recurrent_states"):
+        if hasattr(layer, name):
+            setattr(copied, name, dict(getattr(layer, name)))
+    return copied
+
+
+def take_rows(layer: Any, rows: Tensor, padding: int) -> None:
+    """Keep these rows of a layer, in place, without the first `padding` columns.
+
+    rows: [rows] int64, on the layer's device.
+    """
+    for name, dimension in _COLUMNS.items():
+        tensor = getattr(layer, name, None)
+        if isinstance(tensor, Tensor):
+            columns = tensor.shape[dimension] - padding
+            kept = tensor.index_select(0, rows).narrow(dimension, padding, columns)
+            setattr(layer, name, kept.contiguous())
+    for name in ("conv_states", "recurrent_states"):
+        states: dict[int, Tensor | None] = getattr(layer, name, {})
+        for key, state in states.items():
+            if state is not None:
+                states[key] = state.index_select(0, rows)
+
+
+def states_bytes(value: object) -> int:
+    """Return the bytes of the tensors in a cache, in its layers, or in a container of these."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, Cache | CacheLayerMixin):
+        return states_bytes(vars(value))
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return sum(map(states_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def _join_columns(tensors: Sequence[Any], dimension: int) -> Tensor:
+    """Return the rows of all tensors, with zeros on the left of the shorter ones."""
+    width = max(tensor.shape[dimension] for tensor in tensors)
+    after = (tensors[0].ndim - 1 - dimension) if dimension >= 0 else -1 - dimension
+    padded = [
+        pad(tensor, (0, 0) * after + (width - tensor.shape[dimension], 0)) for tensor in tensors
+    ]
+    return torch.cat(padded)
 
 
 class StateCache(RowStates):

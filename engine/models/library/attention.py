@@ -1,17 +1,9 @@
-"""Attention of the library's models: where an implementation of ours is registered and chosen."""
+"""The choice of an attention implementation of ours for a while."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.masking_utils import causal_mask_function
-
-__all__ = [
-    "AttentionInterface",
-    "AttentionMaskInterface",
-    "causal_mask_function",
-    "use_attention",
-]
+from transformers import PretrainedConfig
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 _CACHE: Final = "past_key_values"
 _NO_TOKEN: Final = (1 << 31) - 1
@@ -62,7 +62,7 @@ def state_after(model: PreTrainedModel, output: Any) -> dict[str, Any]:
     return {} if update is None else dict(update(output, {}))
 
 
-class _Forced(LogitsProcessor):  # type: ignore[misc]
+class _Forced:
     """Lets `generate` choose the given tokens, one per step, and then token 0."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ def generated_logits(model: PreTrainedModel, prompt: Sequence[int], steps: Seque
     output: Any = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        logits_processor=LogitsProcessorList([_Forced(steps)]),
+        logits_processor=[_Forced(steps)],
         max_new_tokens=len(steps) + 1,
         # No token is this one, so none of the steps ends the text.
         eos_token_id=_NO_TOKEN,

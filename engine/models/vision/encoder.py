@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from loradock.engine.models.library.registry import PreTrainedModel
+from loradock.engine.models.library.names import PreTrainedModel
 
 ImageTensors = Mapping[str, Tensor]
 """Image arguments of a model's forward, by name."""

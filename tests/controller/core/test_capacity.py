@@ -381,3 +381,69 @@ def test_a_held_adapter_that_backs_off_keeps_its_room_and_others_are_refused() -
     reply = bench.request(LoadAdapter, "c")
     assert reply.code is ErrorCode.NO_ROOM
     assert "60 bytes of host memory; held adapters keep 2 places and 50 bytes" in reply.message
+
+
+def test_a_held_adapter_that_is_released_in_its_queue_gives_up_its_place() -> None:
+    bench = CoreBench(slots=1, host_adapters_max=2)
+    for name in ("c", "d"):
+        bench.request(requests.LoadAdapter, name)
+    bench.request(requests.HoldAdapter, "a")
+    bench.lose_engine()
+    wanted = [bench.send(requests.LoadAdapter, name) for name in ("c", "d")]
+    bench.start_engine()
+    bench.transmit(len(bench.channel))
+    bench.deliver(100)
+    assert bench.adapter("a").id in bench.world.queues.members
+    bench.request(requests.ReleaseAdapter, "a")
+    assert all(isinstance(bench.reply(one), requests.AdapterDone) for one in wanted)
+    assert bench.adapter("a").id not in bench.world.queues.members
+
+
+def test_a_record_that_no_request_was_granted_is_removed_with_its_last_wait() -> None:
+    bench = CoreBench(slots=1, host_adapters_max=1)
+    bench.request(requests.LoadAdapter, "b")
+    bench.send(requests.ActivateAdapter, "a")
+    while bench.state("a") != "cpu-cached":
+        bench.transmit(len(bench.channel))
+        bench.complete_moves()
+        bench.deliver(1)
+    bench.lose_engine()
+    assert (bench.state("a"), bench.adapter("a").kept) == ("evicted", "unregistered")
+    bench.send(requests.LoadAdapter, "b")
+    waiting = bench.send(requests.LoadAdapter, "a", timeout_ms=5)
+    bench.start_engine()
+    bench.transmit(len(bench.channel))
+    bench.deliver(100)
+    assert bench.adapter("a").id in bench.world.queues.members
+    bench.advance(5)
+    assert bench.reply(waiting).code is ErrorCode.NO_ROOM
+    assert "a" not in bench.world.names
+
+
+def test_weights_that_no_longer_fit_into_pageable_memory_are_dropped() -> None:
+    bench = CoreBench(slots=1, pinned_bytes_max=10, host_bytes_max=20)
+    bench.activate("a")
+    running = bench.generate("a")
+    bench.request(requests.LoadAdapter, "b")
+    staged = bench.send(requests.StageAdapter, "b")
+    bench.settle()
+    assert bench.adapter("a").goal == "cpu-cached"
+    bench.request(requests.LoadAdapter, "c")
+    bench.end_generation(running)
+    assert isinstance(bench.reply(staged), requests.AdapterDone)
+    assert (bench.state("a"), bench.state("b")) == ("evicted", "pinned")
+
+
+def test_a_batch_that_waits_for_others_is_refused_with_its_adapters_record() -> None:
+    bench = CoreBench()
+    bench.send(requests.LoadAdapter, "a")
+    load = bench.send(requests.LoadAdapter, "b", timeout_ms=5)
+    first = bench.send(requests.ActivateBatch, ("a",))
+    second = bench.send(requests.ActivateBatch, ("b",))
+    bench.advance(5)
+    assert bench.reply(load).code is ErrorCode.ENGINE_GONE
+    bench.finish("b")
+    assert "b" not in bench.world.names
+    assert bench.reply(second).code is ErrorCode.UNKNOWN_ADAPTER
+    bench.settle()
+    assert isinstance(bench.reply(first), requests.BatchDone)

@@ -10,7 +10,7 @@ import pytest
 from loradock.controller.core.counters import TIME_IN
 from loradock.controller.core.invariants import InvariantError, check
 from loradock.controller.core.views import show_adapter, show_status
-from loradock.messages import records, requests
+from loradock.messages import records, reports, requests
 from loradock.messages.requests import (
     ActivateAdapter,
     EvictAdapter,
@@ -193,3 +193,15 @@ def test_counters_that_disagree_are_found(field: str) -> None:
     bench.world.adapters.mark_changed(bench.adapter("a").id)
     with pytest.raises(InvariantError):
         check(bench.world, bench.limits)
+
+
+def test_tokens_that_the_engine_had_computed_before_are_counted() -> None:
+    bench = CoreBench()
+    bench.activate("a")
+    running = bench.generate("a")
+    op = bench.world.pending_requests[running].op
+    bench.controller.handle(
+        reports.GenerationEnded(op, "stop", 5, 2, prefix_tokens=4), bench.now + 1
+    )
+    for counters in (bench.adapter("a").counters, bench.world.totals):
+        assert (counters.prefix_hits, counters.prefix_tokens) == (1, 4)

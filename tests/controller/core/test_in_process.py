@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from loradock.controller.core import deadlines
 from loradock.controller.core.context import Refusal
 from loradock.controller.core.in_process import InProcessController
 from loradock.controller.core.limits import Limits
@@ -180,3 +181,35 @@ def test_removed_adapters_leave_nothing() -> None:
     assert not world.adapters
     # No digest is computed here, which would forget them.
     assert not world.adapters._changed
+
+
+def test_an_adapter_is_found_once_it_was_loaded() -> None:
+    bench = InProcessBench(2, 2, "lru")
+    assert bench.core.find("a") is None
+    bench.core.request(requests.LoadAdapter, "a")
+    found = bench.core.find("a")
+    assert found is not None
+    assert found.name == "a"
+
+
+def test_an_engine_that_does_not_complete_a_command_is_an_error() -> None:
+    execute = InProcessBench(2, 2, "lru").execute
+
+    def omits_loads(command: commands.Command) -> Iterable[reports.LoggedReport]:
+        return [] if isinstance(command, commands.LoadWeights) else execute(command)
+
+    limits = Limits(slots_max=2, host_adapters_max=2, operation_timeout_ms=1)
+    core = InProcessController(limits, "lru", omits_loads)
+    core.attach(reports.EngineInventory("e", 0, "", 2, 1 << 30))
+    with pytest.raises(Refusal, match="did not report on LoadWeights"):
+        core.request(requests.LoadAdapter, "a")
+    # It is lost with the second deadline of the operation.
+    with pytest.raises(RuntimeError, match="did not complete"):
+        core.request(requests.LoadAdapter, "b")
+
+
+def test_a_core_that_sets_no_timer_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "set_timer", lambda _context: None)
+    core = InProcessController(Limits(), "lru", lambda _command: [])
+    with pytest.raises(RuntimeError, match="no deadline"):
+        core.request(requests.LoadAdapter, "a")

@@ -287,3 +287,49 @@ def test_what_an_engine_has_beyond_lower_limits_only_decreases(lower: dict[str, 
     after = excess(world, limits)
     assert after < before
     assert all(less <= more for less, more in zip(after, before, strict=True))
+
+
+def test_a_batch_whose_mapping_was_lost_is_sent_again() -> None:
+    bench = CoreBench(slots=2)
+    bench.activate("a", "b")
+    batch = bench.send(requests.ActivateBatch, ("a", "b"))
+    bench.send(LoadAdapter, "c")
+    assert [type(command) for command in bench.channel] == [
+        commands.SetMapping,
+        commands.CheckAdapter,
+    ]
+    del bench.channel[0]
+    bench.transmit(1)
+    # The engine has seen a later operation, so the lost one is not on its way.
+    bench.cut_link(0)
+    bench.settle()
+    assert isinstance(bench.reply(batch), requests.BatchDone)
+
+
+def test_a_running_operation_whose_adapter_is_elsewhere_contradicts_the_log() -> None:
+    bench = CoreBench()
+    bench.activate("a")
+    bench.generate("a")
+    assert bench.engine is not None
+    inventory = msgspec.structs.replace(bench.engine.inventory(), adapters=())
+    actions = bench.controller.handle(inventory, bench.now + 1)
+    assert "which is not where it was" in str(actions)
+    assert bench.world.engine is None
+
+
+def test_versions_of_a_name_that_yield_their_ids_stay_versions_of_it() -> None:
+    bench = CoreBench(slots=2, engine=False)
+    first = bench.send(LoadAdapter, "a")
+    second = bench.send(LoadAdapter, "a", "other", True)
+    assert bench.adapter("a").successor == 2
+    bench.files["other"] = bench.files["e"]
+    others = {
+        number: EngineAdapter(number, name, name, bench.files[name], "cpu-cached", False, -1, 0)
+        for number, name in ((1, "b"), (2, "c"))
+    }
+    bench.start_engine(adapters=others, seen={20})
+    bench.settle()
+    assert isinstance(bench.reply(first), AdapterDone)
+    assert isinstance(bench.reply(second), AdapterDone)
+    assert set(bench.world.names) == {"a"}
+    assert bench.adapter("a").fingerprint == bench.files["e"].fingerprint

@@ -2,7 +2,8 @@
 
 import pytest
 
-from loradock.messages import events, records, requests
+from loradock.controller.core.actions import PublishEvent
+from loradock.messages import events, records, reports, requests
 from loradock.messages.errors import ErrorCode
 from loradock.messages.requests import (
     ActivateAdapter,
@@ -344,3 +345,26 @@ def test_holding_and_releasing_are_published_once() -> None:
     bench.request(ReleaseAdapter, "a")
     holds = [e for e in published if isinstance(e, events.AdapterHeld | events.AdapterReleased)]
     assert holds == [events.AdapterHeld("a"), events.AdapterReleased("a")]
+
+
+def test_a_batch_whose_mapping_fails_is_refused_with_the_reason() -> None:
+    bench = CoreBench()
+    bench.activate("a")
+    batch = bench.send(ActivateBatch, ("a",))
+    bench.fail("SetMapping", ErrorCode.DOES_NOT_FIT)
+    assert bench.reply(batch).code is ErrorCode.DOES_NOT_FIT
+    assert not bench.adapter("a").leases
+
+
+def test_a_report_that_does_not_fit_the_state_of_its_adapter_changes_nothing() -> None:
+    bench = CoreBench()
+    bench.request(LoadAdapter, "a")
+    bench.send(StageAdapter, "a")
+    controller = bench.shadow
+    (adapter,) = controller.world.adapters.values()
+    adapter.state = "pinned"
+    (action,) = controller.handle(reports.WeightsStaged(adapter.op), bench.now + 1)
+    assert isinstance(action, PublishEvent)
+    assert isinstance(action.message.event, events.ReportRefused)
+    assert all(part in action.message.event.message for part in ("'a'", "pinned", "WeightsStaged"))
+    assert (adapter.state, bool(adapter.op)) == ("pinned", True)

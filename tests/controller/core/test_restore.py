@@ -15,9 +15,10 @@ from loradock.controller.core.indexes import DigestDict
 from loradock.controller.core.limits import Limits
 from loradock.controller.core.restore import derive
 from loradock.controller.core.world import Operation, World
-from loradock.messages import commands
+from loradock.messages import commands, requests
 from loradock.messages.prompts import Sampling, Truncation
 from loradock.messages.records import Record
+from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.workload import random_history
 
 IN_DIGEST = {
@@ -160,3 +161,14 @@ def test_ended_deadlines_are_dropped_and_live_ones_are_kept() -> None:
             assert sorted(world.deadlines) == live
             kinds |= {kind for _, kind, _ in live}
     assert kinds >= {"operation", "request"}
+
+
+def test_a_queue_is_computed_from_the_records() -> None:
+    bench = CoreBench(slots=1)
+    bench.activate("a")
+    bench.generate("a")
+    bench.send(requests.ActivateAdapter, "b")
+    bench.settle()
+    queues = without_derived(bench.controller).world.queues
+    assert queues.by_tier == bench.world.queues.by_tier
+    assert queues.members == bench.world.queues.members != {}

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from loradock.messages import requests
+from loradock.messages import commands, requests
 from loradock.messages.errors import ErrorCode
 from tests.support.simulation.core_bench import NAMES, CoreBench
 from tests.support.simulation.engine_records import Content
@@ -330,3 +330,22 @@ def change(bench: CoreBench, quantum_ms: int) -> None:
     for action in actions:
         bench._perform(action, replaying=False)
     bench.settle()
+
+
+def test_a_resumption_that_is_lost_is_ordered_again() -> None:
+    bench = bench_of(slots=1)
+    first, second = bench.generate("a"), bench.generate("b")
+    let_turn_end(bench)
+    assert suspended(bench) == {first}
+    assert bench.engine is not None
+    bench.engine.complete(bench.world.pending_requests[second].op)
+    while not any(isinstance(one, commands.ResumeGeneration) for one in bench.channel):
+        bench.transmit(len(bench.channel))
+        bench.complete_moves()
+        bench.deliver(100)
+    bench.channel.clear()
+    assert not bench.adapter("a").waiters
+    bench.cut_link(0)
+    bench.settle()
+    bench.end_generation(first)
+    assert isinstance(bench.reply(first), requests.GenerationDone)

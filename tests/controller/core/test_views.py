@@ -12,6 +12,7 @@ from loradock.controller.core.views import AdapterPages, list_adapters, show_ada
 from loradock.messages import commands, records, reports
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
+from tests.support.simulation.core_bench import CoreBench
 
 LIMITS = Limits(slots_max=2, host_adapters_max=5)
 ENGINE = reports.EngineInventory("e", 4242, "tiny", 2, 1 << 20)
@@ -238,3 +239,18 @@ def test_a_list_beyond_a_page_is_refused_to_clients_without_pages(
     with pytest.raises(Refusal, match="3 adapters are known") as refused:
         pages.answer(request)
     assert refused.value.code == ErrorCode.MALFORMED
+
+
+def test_a_snapshot_for_a_subscriber_is_the_first_page() -> None:
+    bench = CoreBench()
+    bench.request(rq.LoadAdapter, "a")
+    fetched = AdapterPages(bench.world).snapshot(rq.FetchEvents("q", 1))
+    assert [view.adapter for view in fetched.adapters] == ["a"]
+    assert (fetched.events_seq, fetched.more) == (bench.world.events_seq, False)
+
+
+def test_requests_that_only_prepare_an_adapter_are_no_inference() -> None:
+    bench = CoreBench(engine=False)
+    bench.send(rq.LoadAdapter, "a")
+    status = show_status(bench.controller, rq.ShowStatus("q"))
+    assert (status.requests, status.running, status.queued, status.waiting) == (1, 0, 0, 0)

@@ -1,6 +1,5 @@
 """The recent past for the operator: failures, slow requests and operations, and refusals."""
 
-import time
 from random import Random
 
 import structlog
@@ -149,7 +148,7 @@ def handled(controller: Controller, *group: Input) -> tuple[Input, ...]:
 
 
 def waits(diagnostics: Diagnostics) -> tuple[SlowView, ...]:
-    return diagnostics.times.slow_requests(time.monotonic_ns())
+    return diagnostics.times.slow_requests(LONG_AGO_NS)
 
 
 def test_requests_of_a_group_wait_or_were_answered_within_it() -> None:
@@ -164,7 +163,7 @@ def test_requests_of_a_group_wait_or_were_answered_within_it() -> None:
         PoolingRequested("c:4", None, "embed"),
     )
     diagnostics.record_group(group, LONG_AGO_NS)
-    listed = diagnostics.times.views(diagnostics.pending(), time.monotonic_ns())
+    listed = diagnostics.times.views(diagnostics.pending(), LONG_AGO_NS)
     assert [(one.request_id, one.kind, one.adapter) for one in listed] == [
         ("c:1", "load", "a"),
         ("c:4", "embed", ""),
@@ -197,7 +196,7 @@ def test_an_operation_whose_command_was_lost_is_forgotten() -> None:
     diagnostics.record_report(reports.EngineInventory("e", 1, "m", 1, 1, last_op=2, running=(2,)))
     for op in (1, 2):
         diagnostics.record_report(reports.WeightsDropped(op))
-    assert len(diagnostics.times.slow_operations(time.monotonic_ns())) == 1
+    assert len(diagnostics.times.slow_operations(LONG_AGO_NS)) == 1
 
 
 def test_warnings_of_an_adapter_are_logged_once() -> None:

@@ -21,7 +21,7 @@ from loradock.messages import commands, events, records, reports
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT
-from loradock.messages.views import AdapterCounters
+from loradock.messages.views import AdapterCounters, EngineStatistics
 from loradock.messages.wire import COMMANDS, REPORTS
 from tests.support.parallel.processes import LIMITS, ControllerProcess, controller
 from tests.support.simulation.shell_examples import (
@@ -260,6 +260,17 @@ def test_an_inconsistent_inventory_is_requested_again(
         assert states(client) == {"a": GPU_SLOT}
         published = client.call(rq.FetchEvents(client.new_id(), 1)).events
         assert any(isinstance(one.event, events.ReportRefused) for one in published)
+
+
+def test_a_status_and_an_adapter_show_the_engines_batching(
+    directory: Path, process: ControllerProcess, client: RawClient
+) -> None:
+    with sleeper() as watched, StandInEngine(directory, "e", watched.pid) as engine:
+        engine.statistics = EngineStatistics(batching="single", batching_refusal="rows differ")
+        client.load("a")
+        eventually(lambda: client.status().engine == engine.statistics)
+        shown = client.call(rq.ShowAdapter(client.new_id(), "a"))
+        assert (shown.batching, shown.batching_refusal) == ("single", "rows differ")
 
 
 def test_a_large_inventory_is_read(directory: Path, client: RawClient) -> None:

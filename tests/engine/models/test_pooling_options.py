@@ -12,8 +12,7 @@ from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import ModelRefused
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.pooling_model import PoolingModel
-from loradock.engine.models.pooling_options import Pooling, PoolingOptions, pooling_options
-from loradock.engine.models.tasks import Task
+from loradock.engine.models.saved_settings import Pooling, PoolingOptions, Task, pooling_options
 from tests.support.engine.engine_examples import tiny_config
 from tests.support.models.pooling_examples import (
     CLASSIFIERS,

@@ -22,8 +22,8 @@ from transformers.masking_utils import (
 )
 
 from loradock.engine.config import LoRAConfig
+from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.serving import attention
 from loradock.engine.serving.attention import (
     CALL_BYTES,
@@ -527,7 +527,7 @@ def test_a_row_that_gave_up_a_block_too_early_is_not_computed(
 
 
 def test_a_model_is_as_before_after_a_refused_trial() -> None:
-    model = build("gptj")
+    model = build("xglm")
     tokens = list(range(20))
     before = alone(model, tokens), model.model.config._attn_implementation
     with pytest.raises(PackedRefused, match="SequenceMasks"):

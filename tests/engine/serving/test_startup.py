@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.library.generation import cache_argument
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica import PunicaWrapper
@@ -106,11 +107,10 @@ class ReadsTokens(LlamaForCausalLM):
 class CountsColumns(LlamaForCausalLM):
     """Needs the number of columns so far as a Python number."""
 
-    def forward(
-        self, input_ids: Tensor, past_key_values: object = None, **others: object
-    ) -> object:
-        assert past_key_values is None or isinstance(past_key_values.get_seq_length(), int)
-        return super().forward(input_ids=input_ids, past_key_values=past_key_values, **others)
+    def forward(self, input_ids: Tensor, **others: object) -> object:
+        cache = others.get(cache_argument(self))
+        assert cache is None or isinstance(cache.get_seq_length(), int)
+        return super().forward(input_ids=input_ids, **others)
 
 
 @pytest.mark.parametrize(

@@ -209,3 +209,14 @@ def test_a_request_with_several_outputs_is_one_in_the_statistics(
     assert (found.running, found.waiting) == (1, 0)
     bench.wait(op)
     assert bench.engine.statistics().preempted == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "batching", "refusal"),
+    [({}, "paged", ""), ({"paged_attention": False}, "padded", "paged_attention is off")],
+)
+def test_the_batching_mode_is_shown_with_the_reason(
+    make_engine: Callable[..., EngineBench], changes: dict[str, bool], batching: str, refusal: str
+) -> None:
+    found = make_engine(**changes).engine.statistics()
+    assert (found.batching, found.batching_refusal) == (batching, refusal)

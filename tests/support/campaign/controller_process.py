@@ -145,7 +145,7 @@ class ControllerProcess:
         supervisor = SupervisorLink(progress, self.engine_progress, RESTART_FD)
         server = Server(self.config, transport, opened, MACHINE.clocks, supervisor)
         server._start_epoch()
-        # What a life has waited after its last record is forgotten, as `logical_clock` describes.
+        # What a life has waited after its last record is forgotten, as `inputs` describes.
         self._iterated_ns = -SECOND
         self._server, self.transport = server, transport
         self.wakeup.request(0)

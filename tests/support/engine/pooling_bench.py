@@ -13,7 +13,7 @@ from loradock.engine.adapters import read_adapter
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.pooling_model import PoolingModel
-from loradock.engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
+from loradock.engine.models.saved_settings import NO_OPTIONS, Pooling, PoolingOptions
 from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import SINGLE, ParallelGroup
 from loradock.engine.punica import PunicaWrapper

@@ -48,13 +48,15 @@ class Architecture:
     """One `transformers` model type.
 
     `fields`: its own, in addition to the common ones (None removes one). `padded`: a part of the
-    reason if the model can't be run in flat passes.
+    reason if the model can't be run in flat passes, with some versions of the library if it is
+    `padded_before` a newer one.
     """
 
     model_type: str
     title: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     padded: str = ""
+    padded_before: str = ""
 
     def build(self, dtype: torch.dtype = torch.float32, layers: int = 2) -> PreTrainedModel:
         """Return a random instance, the same every time."""
@@ -90,8 +92,8 @@ ARCHITECTURES: Final = (
         },
         padded="RowMasks",
     ),
-    Architecture("gptj", "GPT-J", {"rotary_dim": 4}, padded="RowMasks"),
-    Architecture("codegen", "CodeGen", {"rotary_dim": 4}, padded="RowMasks"),
+    Architecture("gptj", "GPT-J", {"rotary_dim": 4}, "RowMasks", padded_before="5.24"),
+    Architecture("codegen", "CodeGen", {"rotary_dim": 4}, "RowMasks", padded_before="5.24"),
     Architecture("falcon", "Falcon", {"head_dim": None}, padded="RowMasks"),
     Architecture("opt", "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     Architecture("bloom", "BLOOM", padded="no positions"),

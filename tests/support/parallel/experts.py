@@ -20,8 +20,8 @@ from loradock.engine.layers import wrapper_of, wrappers_for
 from loradock.engine.layers.experts import ExpertsWithLoRA
 from loradock.engine.layers.fully_sharded_experts import FusedMoE3DWithShardedLoRA
 from loradock.engine.layers.parallel_experts import ParallelExperts
+from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.punica import LoRAMapping, PunicaWrapper

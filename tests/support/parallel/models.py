@@ -36,8 +36,8 @@ from loradock.engine.kernels import choose_kernels
 from loradock.engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
 from loradock.engine.layout import ModuleShape, columns_of_one_adapter
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.saved_weights import WeightsSource
 from loradock.engine.models.sharding import Sharding, shard_model
-from loradock.engine.models.weights.source import WeightsSource
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena

@@ -69,6 +69,8 @@ _STATISTICS = EngineStatistics(
     inference=Distribution(25, (4,)),
     preemptions=Distribution(26, (5,)),
     computed_tokens=Distribution(27, (6,)),
+    batching="single",
+    batching_refusal="a padded row's results differ",
 )
 _VIEW = requests.AdapterView(
     adapter="tenant-17",
@@ -155,7 +157,7 @@ EXAMPLES: dict[type, Any] = {
         requests.Refused("r-3", ErrorCode.NO_ROOM, "all 4 slots are held", 1500, _DETAILS),
         requests.AdaptersListed("r-12", (_VIEW,), 78),
         requests.AdaptersPage("r-12", (_VIEW,), 78, True),
-        requests.AdapterShown("r-13", _VIEW, (_VIEW,), _FAILURE),
+        requests.AdapterShown("r-13", _VIEW, (_VIEW,), _FAILURE, "single", "a padded row differs"),
         requests.StatusShown(
             request_id="r-14",
             epoch=3,

@@ -48,7 +48,7 @@ class SessionBench:
         """Continue with sessions that know no client and no payload."""
         diagnostics = Diagnostics(self.controller.world)
         link = EngineLink(lambda _peer, _frame: None, 0)
-        snapshots = SnapshotProcess(Path("unused"), 0, Retention())
+        snapshots = SnapshotProcess(Path(__file__).parent, 0, Retention())
         admin = Admin(self.controller, diagnostics, link, snapshots)
         self.outbox = Outbox(self._send)
         no_events: Any = None
@@ -82,7 +82,7 @@ class SessionBench:
 
     def handle(self, message: Any, body: int = 0, checked: Checked | None = None) -> None:
         """Handle an input, and send its replies."""
-        for action in self.controller.handle(message, 1, body, checked=checked):
+        for action in self.controller.handle(message, 1, body, 0, checked):
             if isinstance(getattr(action, "message", None), rq.Reply):
                 self.sessions.answer(action.message)
             if isinstance(getattr(action, "message", None), commands.Command):

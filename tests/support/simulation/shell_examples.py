@@ -23,6 +23,7 @@ from loradock.engine.worker.controller_link import ControllerLink
 from loradock.messages import commands, reports, requests
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED
+from loradock.messages.views import EngineStatistics
 from loradock.messages.wire import COMMANDS, EVENTS, REPLIES, REQUESTS, TOKEN_BYTES
 from tests.support.parallel.processes import ControllerProcess
 from tests.support.simulation.key_examples import use_engine_keys
@@ -168,7 +169,7 @@ class StandInEngine:
     `delayed`: the commands whose reports wait for `finish`. While `paused` it neither reads nor
     sends, as a stopped process. `inventory_requests` and `beats` are their numbers so far,
     `adapters` is the inventory. `pid`: the process that the controller watches. `refused`: text and
-    details with which checks of adapters fail.
+    details with which checks of adapters fail. `statistics` are sent with each beat.
     """
 
     def __init__(self, directory: Path, engine_id: str, pid: int, slots_max: int = 3) -> None:
@@ -180,6 +181,7 @@ class StandInEngine:
         self.failure = ""
         self.refused: dict[str, tuple[str, tuple[str, ...]]] = {}
         self.inventory_requests = self.beats = 0
+        self.statistics = EngineStatistics()
         self._pid, self._slots_max = pid, slots_max
         self.adapters: dict[int, reports.InventoryAdapter] = {}
         self._last_op = 0
@@ -229,7 +231,8 @@ class StandInEngine:
                     self._synchronise()
                 if time.monotonic() >= beat_at:
                     beat_at = time.monotonic() + BEAT_S
-                    self._send(reports.EngineBeat(self.engine_id, self._last_op))
+                    numbers = self.engine_id, self._last_op
+                    self._send(reports.EngineBeat(*numbers, statistics=self.statistics))
                     self.beats += 1
         except Exception:
             self.failure = traceback.format_exc()

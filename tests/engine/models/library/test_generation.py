@@ -1,7 +1,11 @@
 """A library whose names changed is served right: by names that were found, or more slowly."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -11,7 +15,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from loradock.engine.config import LoRAConfig
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.library.generation import cache_argument, generated_logits
+from tests.support.engine.engine_bench import PROMPT as PROMPT_OF_BENCH
+from tests.support.models.renamed_library import Served
+from tests.support.sources import ROOT
 
+pytest_plugins = ("tests.support.engine.engine_fixtures",)
 torch.set_num_threads(1)
 
 CONFIG = LlamaConfig(
@@ -146,6 +154,23 @@ def test_a_model_is_served_right_whatever_its_state_is_called(
     assert torch.allclose(served_logits(model), expected, atol=1e-5)
     if batching == "whole":
         assert any("it is not what generate() computes" in reason for reason in model.refusals)
+
+
+def test_a_library_with_other_names_runs_rows_one_by_one_and_says_why(
+    model_directory: Path,
+) -> None:
+    """Arguments, layers and functions are renamed in its source, at import."""
+    command = [sys.executable, "-m", "tests.support.models.renamed_library", model_directory, "12"]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+    found = msgspec.json.decode(output.splitlines()[-1], type=Served)
+    model = LlamaForCausalLM.from_pretrained(model_directory).eval()
+    expected = model.generate(torch.tensor([PROMPT_OF_BENCH]), max_new_tokens=12, do_sample=False)
+    tokens = expected[0, len(PROMPT_OF_BENCH) :].tolist()
+    assert len(tokens) > 4
+    assert found.tokens == tokens[: len(found.tokens)]
+    assert tokens[len(found.tokens) :] in ([], [model.config.eos_token_id])
+    assert found.batching == "single"
+    assert "this version of transformers has no Cache" in found.refusal
 
 
 def test_the_forced_tokens_of_generate_may_end_a_text() -> None:

@@ -16,7 +16,7 @@ from loradock.engine.jobs import InlineJobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
-from loradock.engine.models.positions.context import CONTEXT_TOKENS_DEFAULT
+from loradock.engine.models.positions import CONTEXT_TOKENS_DEFAULT
 from loradock.engine.serving.queue import SlotTable
 from loradock.engine.serving.scheduler import GenerationScheduler
 from loradock.messages.prompts import Sampling

@@ -4,7 +4,7 @@ from itertools import count
 
 from transformers.utils.logging import set_tqdm_hook, tqdm
 
-from loradock.engine.models.weights.progress import INTERVAL_S, reporting
+from loradock.engine.models.saved_weights import INTERVAL_S, reporting
 
 
 def test_reports_come_at_intervals_and_at_the_end_and_no_other_bar_is_changed() -> None:

@@ -11,7 +11,7 @@ from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import ModelNotRun, ModelRefused
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
-from loradock.engine.models.trials.difference import Aligned, first_difference
+from loradock.engine.models.probes.comparison import Aligned, first_difference
 from tests.support.models.causal_configs import build_model
 
 HIDDEN = 4

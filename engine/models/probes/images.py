@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused
-from loradock.engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
-from loradock.engine.models.trials.observation import RecordedInput, input_hooks, share_inputs
+from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.models.probes.observation import RecordedInput, input_hooks, share_inputs
 from loradock.engine.models.vision.encoder import (
     GRID,
     PIXELS,

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loradock.engine.models.trials.comparison import ERROR_MAX_HALF
+from loradock.engine.models.probes.comparison import ERROR_MAX_HALF
 
 SHORT: Final = 7
 LONG: Final = 16

@@ -1,1 +1,0 @@
-"""The weights of a saved model: what is read of its files, and how far loading has come."""

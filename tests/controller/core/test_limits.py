@@ -1,0 +1,36 @@
+"""The limits of a log's header: what is stored is read again, and everything else is refused."""
+
+import pytest
+
+from loradock.controller.core.limits import (
+    RULES_READ,
+    Limits,
+    LimitsError,
+    limits_from,
+    limits_to,
+    rules_read,
+)
+
+
+def test_stored_limits_are_read_again() -> None:
+    limits = Limits(slots_max=3, slot_quantum_ms=7)
+    assert limits_from(limits_to(limits)) == limits
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"slots": 1}, "slots"),
+        ({"slots_max": 0}, "slots_max"),
+        ({"slots_max": 9, "host_adapters_max": 8}, "host-adapters"),
+    ],
+)
+def test_unknown_invalid_and_contradictory_limits_are_refused(
+    values: dict[str, int], text: str
+) -> None:
+    with pytest.raises(LimitsError, match=text):
+        limits_from(values)
+
+
+def test_errors_name_the_rules_that_are_read() -> None:
+    assert rules_read() == " and ".join(str(rules) for rules in RULES_READ)
