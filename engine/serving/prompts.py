@@ -20,7 +20,7 @@ from loradock.engine.serving.sampling import WHOLE_LOGITS_BYTES_MAX
 from loradock.engine.serving.sequence import PreparedPrompt, Sequence
 from loradock.engine.serving.structured import GrammarCompiler
 from loradock.messages.ids import OpId
-from loradock.messages.prompts import IllustratedPrompt, Prompt, Sampling
+from loradock.messages.prompts import MultimodalPrompt, Prompt, Sampling
 
 INLINE_TEXT_MAX: Final = 4096
 """Longer texts, in characters, are tokenized by a job, because the main loop would stand still."""
@@ -95,7 +95,7 @@ class PromptReader:
     ) -> tuple[Callable[[], ProcessedPrompt], bool]:
         """Return the function that reads a prompt, and whether a job has to call it."""
         model, wanted = self._model, sampling.max_tokens or 1
-        if isinstance(prompt, IllustratedPrompt):
+        if isinstance(prompt, MultimodalPrompt):
             if model.prompt_reader is None:
                 raise RequestRefused(
                     f"images in the prompt, but the model is served for text only: "

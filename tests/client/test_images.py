@@ -12,7 +12,7 @@ from loradock.messages.prompts import (
     IMAGE_BYTES_MAX,
     IMAGES_BYTES_MAX,
     IMAGES_MAX,
-    IllustratedPrompt,
+    MultimodalPrompt,
     Sampling,
 )
 from loradock.messages.wire import FRAME_BYTES_MAX, REQUESTS
@@ -31,7 +31,7 @@ def picture(tmp_path):
 
 
 def test_files_and_bytes_become_a_prompt_in_order(picture):
-    expected = IllustratedPrompt("a <image> b <image> c <image>", (JPEG, PNG, PNG))
+    expected = MultimodalPrompt("a <image> b <image> c <image>", (JPEG, PNG, PNG))
     images = [JPEG, picture, str(picture)]
     for given in (images, tuple(images), iter(images)):
         assert with_images(expected.text, given) == expected
@@ -39,9 +39,7 @@ def test_files_and_bytes_become_a_prompt_in_order(picture):
 
 def test_a_single_image_is_not_a_sequence(picture):
     for image in (PNG, picture, str(picture)):
-        assert (
-            with_images("t", image) == with_images("t", [image]) == IllustratedPrompt("t", (PNG,))
-        )
+        assert with_images("t", image) == with_images("t", [image]) == MultimodalPrompt("t", (PNG,))
 
 
 @pytest.mark.parametrize("prompt", ["text", (1, 2, 3)])
@@ -103,7 +101,7 @@ def test_both_clients_send_images_and_recover_from_losses(controller, picture, l
     with Client(controller.directory, timeout_s=HANG_S) as client:
         assert client.generate("t", "upper", images=[picture]).text() == "one"
     assert asyncio.run(generate_concurrently()) == ["one"] * 3
-    assert {request.prompt for request in controller.received} == {IllustratedPrompt("t", (PNG,))}
+    assert {request.prompt for request in controller.received} == {MultimodalPrompt("t", (PNG,))}
     assert controller.answered == 4
 
 
@@ -124,7 +122,7 @@ def test_after_a_restart_the_images_are_sent_again(controller):
         controller.restart()
         client.status()
         assert generation.text() == "one"
-    assert prompts == [IllustratedPrompt("t", (image,))] * 2
+    assert prompts == [MultimodalPrompt("t", (image,))] * 2
 
 
 def begin(client, images, now=0.0):

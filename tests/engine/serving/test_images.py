@@ -33,7 +33,7 @@ from loradock.engine.worker.engine import Engine
 from loradock.messages.commands import StartGeneration
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import OpId
-from loradock.messages.prompts import IllustratedPrompt, Sampling
+from loradock.messages.prompts import MultimodalPrompt, Sampling
 from loradock.messages.reports import GenerationEnded, OperationFailed, Report
 from tests.support.engine.image_bench import (
     EVERY_KIND,
@@ -376,7 +376,7 @@ class PrefetchBench:
         self.model, self.may_read, self.woken = model, threading.Event(), threading.Event()
         read = model.prompt_reader.read
 
-        def late(prompt: IllustratedPrompt, wanted: int) -> ProcessedPrompt:
+        def late(prompt: MultimodalPrompt, wanted: int) -> ProcessedPrompt:
             assert self.may_read.wait(HANG_S)
             return read(prompt, wanted)
 

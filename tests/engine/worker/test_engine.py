@@ -8,6 +8,7 @@ import torch
 from msgspec import structs
 from peft import PeftModel
 
+from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.residency.residency import ResidencyCommand
 from loradock.engine.worker.engine import EngineCommand
 from loradock.messages import commands as cm
@@ -216,7 +217,14 @@ def test_a_request_with_several_outputs_is_one_in_the_statistics(
     [({}, "paged", ""), ({"paged_attention": False}, "padded", "paged_attention is off")],
 )
 def test_the_batching_mode_is_shown_with_the_reason(
-    make_engine: Callable[..., EngineBench], changes: dict[str, bool], batching: str, refusal: str
+    make_engine: Callable[..., EngineBench],
+    prepared_model: CausalModel,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, bool],
+    batching: str,
+    refusal: str,
 ) -> None:
+    # The model is shared with other tests, which add theirs.
+    monkeypatch.setattr(prepared_model, "refusals", ())
     found = make_engine(**changes).engine.statistics()
     assert (found.batching, found.batching_refusal) == (batching, refusal)

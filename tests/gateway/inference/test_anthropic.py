@@ -7,7 +7,7 @@ import pytest
 
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from tests.support.gateway.outputs import generate, prompt, sampling
 
 PATH = "/v1/messages"
@@ -160,7 +160,7 @@ def test_images_have_their_place(served):
     content = [{"type": "text", "text": "see "}, {"type": "image", "source": source}]
     served.post(PATH, {**BODY, "messages": [{"role": "user", "content": content}]})
     [request] = served.controller.requests(rq.Generate)
-    assert request.prompt == IllustratedPrompt("<user>see <image><assistant>", (b"png bytes",))
+    assert request.prompt == MultimodalPrompt("<user>see <image><assistant>", (b"png bytes",))
 
 
 def test_an_answer_can_have_a_structure(hermes):

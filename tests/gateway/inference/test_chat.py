@@ -6,7 +6,7 @@ import json
 import pytest
 
 from loradock.messages import requests as rq
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from tests.support.gateway.served import data_of
 
 PATH = "/v1/chat/completions"
@@ -76,7 +76,7 @@ def test_an_image_has_its_place_in_the_prompt(served):
     ]
     served.post(PATH, {"messages": [{"role": "user", "content": parts}]})
     [request] = served.controller.requests(rq.Generate)
-    expected = IllustratedPrompt("<user>what is <image><assistant>", (b"png bytes",))
+    expected = MultimodalPrompt("<user>what is <image><assistant>", (b"png bytes",))
     assert request.prompt == expected
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from tests.support.gateway.outputs import generate, prompt, sampling
 
 PATH = "/v1/responses"
@@ -158,7 +158,7 @@ def test_images_have_their_place(served):
     content = [{"type": "input_text", "text": "see "}, image]
     served.post(PATH, {"input": [{"role": "user", "content": content}]})
     [request] = served.controller.requests(rq.Generate)
-    assert request.prompt == IllustratedPrompt("<user>see <image><assistant>", (b"png",))
+    assert request.prompt == MultimodalPrompt("<user>see <image><assistant>", (b"png",))
 
 
 @pytest.mark.parametrize("store", [True, False])
