@@ -13,7 +13,7 @@ from benchmarks.figures import Figure, interleave
 from benchmarks.serving import serving
 from loradock.client import Client
 from loradock.controller.core.limits import RULES, Limits, limits_to
-from loradock.controller.log.event_files import EventWriter
+from loradock.controller.log.events import EventWriter
 from loradock.controller.log.writer import Log
 from loradock.controller.server.config import ServeConfig, ServerConfig
 from loradock.messages.events import Published
@@ -66,11 +66,13 @@ def _median_ms(client: Client, since: int, step: int) -> float:
 
 
 def _write_log(directory: Path) -> None:
-    """Write a log and its event files."""
+    """Write a log and its events."""
     feed, time_ns = CoreFeed(LIMITS, record=True), 0
     header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
-    with Log.open(directory, header, sync="never") as log:
-        events = EventWriter(directory)
+    with (
+        Log.open(directory, header, sync="never") as log,
+        EventWriter(directory) as events,
+    ):
         while time_ns < INPUTS:
             serve_traffic(feed, 5_000, 64)
             log.append(
@@ -80,4 +82,3 @@ def _write_log(directory: Path) -> None:
             time_ns += len(feed.inputs)
             feed.inputs.clear()
             feed.events.clear()
-        events.close()

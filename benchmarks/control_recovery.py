@@ -23,9 +23,8 @@ from loradock.controller.core.limits import RULES, Limits, limits_to
 from loradock.controller.log.replay import replay
 from loradock.controller.log.retention import Retention
 from loradock.controller.log.segments import read
-from loradock.controller.log.snapshots import read_snapshot, snapshot_paths
+from loradock.controller.log.snapshots import WorldState, read_snapshot, snapshot_paths
 from loradock.controller.log.snapshotter import SnapshotOrder, make_snapshot
-from loradock.controller.log.world_state import WorldState
 from loradock.controller.log.writer import Log
 from loradock.controller.server.config import ServeConfig, ServerConfig
 from loradock.controller.server.transport import endpoint

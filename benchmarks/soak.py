@@ -38,7 +38,6 @@ from loradock.cli.gateway import gateway_arguments
 from loradock.client import Client
 from loradock.client.errors import LoradockError
 from loradock.controller.core.limits import Limits
-from loradock.controller.log.event_files import FILE_BYTES_MAX
 from loradock.controller.server.clients import CLIENTS_MAX
 from loradock.controller.server.config import ServeConfig, ServerConfig
 from loradock.controller.server.event_stream import EVENTS_KEPT
@@ -92,7 +91,7 @@ KINDS: Final = {
     "memory": Kind("MiB", 0.05, 4),
     "descriptors": Kind("", 0, 2),
     "threads": Kind("", 0, 1),
-    "log": Kind("MiB", 0.2, (SEGMENT_BYTES + FILE_BYTES_MAX) / 2**20),
+    "log": Kind("MiB", 0.2, SEGMENT_BYTES / 2**20 + 4),
 }
 
 

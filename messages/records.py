@@ -11,8 +11,7 @@ from loradock.messages.requests import LifecycleRequest
 from loradock.messages.views import PoolingTask
 
 FORMAT = 2
-FORMATS_READ = (1, 2)
-"""The formats of records that this version reads; it writes the last one."""
+"""The format of segments, records and snapshots that this version writes and reads."""
 
 
 class GenerationRequested(Message, frozen=True):
@@ -100,12 +99,3 @@ class Record(Value, frozen=True):
     digest: str = ""
     body: int = 0
     report_seq: Seq = 0
-
-
-class RecordOfFormat1(Value, frozen=True):
-    """A record as format 1 has it; `client` was the client's routing name and is ignored."""
-
-    time_ns: int
-    input: Input
-    client: bytes = b""
-    digest: str = ""

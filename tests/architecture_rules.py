@@ -94,7 +94,7 @@ ROOMS: Final = (
     _package(
         "engine.adapters",
         "engine engine.models.library processes.safe_open",
-        "msgspec torch xxhash",
+        "msgspec re2 torch xxhash",
     ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
     _package("engine.kernels.reference", "engine.kernels", "torch"),

@@ -134,7 +134,7 @@ def _free_slot(context: Context, adapter: Adapter) -> None:
 
 
 def shortage(context: Context, tier: TierName) -> Amount:
-    """Return by how much the tier will exceed its bounds; negative where room will be left.
+    """Return by how much the tier will exceed its bounds; negative if room will be left.
 
     What demoting adapters use counts as free.
     """
@@ -155,7 +155,7 @@ def find_victim(
     """Choose an adapter that leaves the tier for `requester` and frees a part of `missing`.
 
     An idle one is preferred. Next is a leased one, which then accepts no new requests and leaves
-    after its last one or, where slots have turns, when its turn is over; the one whose turn began
+    after its last one or, if slots have turns, when its turn is over; the one whose turn began
     first is chosen there. Next is one whose requests are newer, so that the oldest request is
     always served. Held adapters, those in motion and those with suspended generations are never
     chosen. For a prefetch, only idle adapters are chosen that are outside the slots and at their
@@ -201,7 +201,7 @@ def _candidates(
     missing: Amount,
     accepts: Callable[[Adapter], bool],
 ) -> Iterator[Adapter]:
-    """Yield the adapters of these states that may leave the tier, least recently used first."""
+    """Yield the adapters of these states that can leave the tier, least recently used first."""
     world = context.world
     orders = [map(world.adapters.__getitem__, world.lru_order[state]) for state in states]
     for adapter in heapq.merge(*orders, key=attrgetter("lru_stamp")):
@@ -234,7 +234,7 @@ def has_pageable_room(context: Context, adapter: Adapter) -> bool:
 
 
 def permanent_shortage(context: Context, adapter: Adapter, tier: TierName) -> str | None:
-    """Return why waiting can't make room for the adapter in a tier; None where it can."""
+    """Return why waiting can't make room for the adapter in a tier; None if it can."""
     needed, bound = _needs(adapter, tier), _bound(context, tier)
     held = held_by_others(context, (adapter,), tier)
     if _fit_together(needed, held, bound):
@@ -251,7 +251,7 @@ def permanent_shortage(context: Context, adapter: Adapter, tier: TierName) -> st
 
 
 def permanent_shortage_of_batch(context: Context, adapters: tuple[Adapter, ...]) -> str | None:
-    """Return why these adapters can't all be in slots at once; None where they can.
+    """Return why these adapters can't all be in slots at once; None if they can.
 
     Sizes that are not known yet count as 0. Without an engine only the limits bound them.
     """

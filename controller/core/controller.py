@@ -33,7 +33,7 @@ class Controller:
         self.world = World(limits)
         self._configure(check_limits(limits), policy, rules)
         self._checked = checked
-        # What `check` allows after the current input; None where its state is not known before it.
+        # What `check` allows after the current input; None if its state is not known before it.
         self._allowed: Excess | None = None
 
     def check(self, message: Request, body: int) -> Reply | Pending | Checked:

@@ -63,7 +63,7 @@ SIZE_BYTES_MAX: Final = 1 << 53
 """Bound on the bytes of all adapters together, as read and as packed."""
 
 NUMBERS_LOST_MAX: Final = 1 << 40
-"""Bound on how far an engine's numbers may be ahead of the log, whose tail may be lost."""
+"""Bound on how far an engine's numbers can be ahead of the log, whose tail may be lost."""
 
 
 def on_started(context: Context, message: records.ControllerStarted) -> None:
@@ -274,7 +274,7 @@ def on_payload_lost(context: Context, message: records.PayloadLost) -> None:
 
 
 def contradiction(world: World, limits: Limits, inventory: EngineInventory) -> str | None:
-    """Return what contradicts the log or itself in an inventory; None where nothing does.
+    """Return what contradicts the log or itself in an inventory; None if nothing does.
 
     Refusals quote the text, so another wording needs another `RULES` number.
     """
@@ -347,7 +347,7 @@ def surviving(world: World, inventory: EngineInventory) -> Iterator[tuple[OpId, 
 def _taken_slot(world: World, inventory: EngineInventory) -> str | None:
     """Return the slot of one adapter that an operation has reserved for another, if there is one.
 
-    An adapter in motion keeps its slot also where the inventory does not report it there.
+    An adapter in motion keeps its slot even if the inventory does not report it there.
     """
     moving = {operation.adapter_id for _, operation in surviving(world, inventory)} - {0}
     reserved = {world.adapters[a].slot: a for a in moving if world.adapters[a].slot != NO_SLOT}

@@ -97,7 +97,7 @@ class InProcessController:
         return None if oldest is None else oldest.name
 
     def permanent_shortage_of_batch(self, sizes: Mapping[str, int | None]) -> str | None:
-        """Return why adapters of these names can't all be in slots; None where they can.
+        """Return why adapters of these names can't all be in slots; None if they can.
 
         The text is that of an `ActivateBatch` refusal. `sizes` are the blobs' bytes by name: None
         means the known adapter's size, a number a new blob, which may replace the known one.
@@ -142,7 +142,7 @@ class InProcessController:
         self._handle(records.TimerFired(), self.world.timer_ns)
 
     def _refusal_text(self, reply: requests.Refused, stalled: bool) -> str:
-        """Return the core's text, or one without waiting times where time was skipped."""
+        """Return the core's text, or one without waiting times if time was skipped."""
         if not stalled or reply.code is not ErrorCode.NO_ROOM:
             return reply.message
         host, device = self.world.tiers["host"], self.world.tiers["device"]

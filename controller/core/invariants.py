@@ -40,7 +40,7 @@ NO_EXCESS: Excess = (0,) * 5
 def check(world: World, limits: Limits, allowed: Excess | None = NO_EXCESS) -> None:
     """Raise `InvariantError` for the first invariant that does not hold.
 
-    An engine may hold more than the limits allow, if they were lowered or the log's tail is lost.
+    An engine can hold more than the limits allow, if they were lowered or the log's tail is lost.
     `allowed` is the excess before the last input, which only an inventory may increase (None).
     """
     _check_bounds(world, limits)

@@ -68,9 +68,9 @@ class Limits(Struct, frozen=True):
     answers_kept_ms: DurationMs = 3_600_000
     """How long answers are stored."""
     request_timeout_ms: DurationMs = 30_000
-    """How long a request waits where the client does not specify it."""
+    """How long a request waits if the client does not specify it."""
     generation_timeout_ms: DurationMs = 600_000
-    """How long a generation may take where the client does not specify it."""
+    """How long a generation may take if the client does not specify it."""
     operation_timeout_ms: DurationMs = 60_000
     """How long the engine may take for one operation before the waiting requests are refused."""
     rest_ms: DurationMs = 5_000
@@ -89,7 +89,7 @@ def window_bounds(limits: Limits) -> WindowBounds:
 
 
 def check_limits(limits: Limits) -> Limits:
-    """Return `limits`; raises `LimitsError` naming both values where two contradict."""
+    """Return `limits`; raises `LimitsError` with both values if two contradict."""
     if limits.host_adapters_max < limits.slots_max:
         raise LimitsError(
             f"host-adapters is {limits.host_adapters_max}, slots {limits.slots_max}: an adapter "

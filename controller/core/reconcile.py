@@ -119,7 +119,7 @@ def _owes_slot(context: Context, adapter: Adapter) -> bool:
 
 
 def _drop_unwanted_goal(context: Context, adapter: Adapter) -> None:
-    """Drop a goal that no request waits for where it would evict others.
+    """Drop a goal that no request waits for if it would evict others.
 
     An adapter that was never loaded is removed.
     """
@@ -326,7 +326,7 @@ def _reset(context: Context, adapter: Adapter) -> None:
 
 
 def _unstage(context: Context, adapter: Adapter) -> None:
-    """Return the weights to pageable memory, or drop them where they don't fit there."""
+    """Return the weights to pageable memory, or drop them if they don't fit there."""
     if not capacity.has_pageable_room(context, adapter):
         context.set_goal(adapter, EVICTED)
         _drop(context, adapter)
@@ -418,7 +418,7 @@ def _request_room(context: Context, adapter: Adapter, tier: TierName) -> None:
 
 
 def _refuse_impossible(context: Context, adapter: Adapter, tier: TierName) -> None:
-    """Refuse the requests of a queued adapter where no waiting can make room for it."""
+    """Refuse the requests of a queued adapter if no waiting can make room for it."""
     shortage = capacity.permanent_shortage(context, adapter, tier)
     if shortage is not None:
         abandon_goal(context, adapter, ErrorCode.NO_ROOM, shortage)
@@ -496,7 +496,7 @@ def _make_room(context: Context, tier: TierName) -> None:
 
 
 def _demote(context: Context, victim: Adapter, tier: TierName) -> None:
-    """Demote an adapter by policy, as far as leaving the tier requires."""
+    """Demote an adapter by policy, by as much as leaving the tier requires."""
     context.count(victim, "evictions")
     context.set_goal(victim, capacity.demotion_goal(context, victim, tier))
     _take_next_step(context, victim)

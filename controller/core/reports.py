@@ -176,7 +176,7 @@ def _on_checked(context: Context, adapter: Adapter, report: reports.AdapterCheck
 
 
 def _check_replacement(context: Context, current: Adapter, candidate: Adapter) -> None:
-    """Return a candidate's waiters to the current version where both have the same content.
+    """Return a candidate's waiters to the current version if both have the same content.
 
     One with other content is abandoned unless all its requests allow to replace.
     """

@@ -6,6 +6,7 @@ the handler of the request needs; it changes nothing.
 
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from loradock.controller.core import capacity, versions, waiting
@@ -16,7 +17,6 @@ from loradock.controller.core.world import (
     INFERENCE,
     USES,
     Adapter,
-    InferenceKind,
     PendingRequest,
     RequestKind,
 )
@@ -155,7 +155,7 @@ def _check_state(
     return adapter
 
 
-def _check_release(context: Context, message: requests.ReleaseAdapter) -> Adapter:
+def _check_known(context: Context, message: requests.ReleaseAdapter) -> Adapter:
     return _known_adapter(context, message.adapter)
 
 
@@ -197,11 +197,6 @@ def _check_inference(context: Context, message: records.InferenceRequested) -> A
             raise unknown_adapter(message.adapter)
         _refuse_if_removing(adapter)
     return adapter
-
-
-def _check_cancel(context: Context, message: requests.CancelGeneration) -> None:
-    """Refuse nothing: a cancellation of an unknown request has an answer of its own."""
-    del context, message
 
 
 def _known_adapter(context: Context, name: str) -> Adapter:
@@ -254,19 +249,7 @@ def _load(context: Context, message: requests.LoadAdapter, adapter: Adapter | No
         adapter = versions.register(context, message.adapter, message.path)
     elif is_replacement(message, adapter):
         adapter = versions.register_successor(context, adapter, message.path)
-    _request_up(context, message, "load", CPU_CACHED, adapter)
-
-
-def _stage(context: Context, message: requests.StageAdapter, adapter: Adapter | None) -> None:
-    _request_state(context, message, "stage", PINNED, adapter)
-
-
-def _activate(context: Context, message: requests.ActivateAdapter, adapter: Adapter | None) -> None:
-    _request_state(context, message, "activate", GPU_SLOT, adapter)
-
-
-def _hold(context: Context, message: requests.HoldAdapter, adapter: Adapter | None) -> None:
-    _request_state(context, message, "hold", GPU_SLOT, adapter)
+    _request_up("load", CPU_CACHED, context, message, adapter)
 
 
 def _prefetch(context: Context, message: requests.PrefetchAdapter, adapter: Adapter | None) -> None:
@@ -287,25 +270,25 @@ def _prefetch(context: Context, message: requests.PrefetchAdapter, adapter: Adap
 
 
 def _request_state(
-    context: Context,
-    message: StateRequest,
     kind: RequestKind,
     target: AdapterState,
+    context: Context,
+    message: StateRequest,
     adapter: Adapter | None,
 ) -> None:
     if adapter is None:
         adapter = versions.register(context, message.adapter, message.path)
-    _request_up(context, message, kind, target, adapter)
+    _request_up(kind, target, context, message, adapter)
 
 
 def _request_up(
-    context: Context,
-    message: requests.LoadAdapter | StateRequest,
     kind: RequestKind,
     target: AdapterState,
+    context: Context,
+    message: requests.LoadAdapter | StateRequest,
     adapter: Adapter,
 ) -> None:
-    """Answer at once where the adapter has reached `target`; otherwise raise its goal."""
+    """Answer at once if the adapter has reached `target`; otherwise raise its goal."""
     if kind in USES:
         _count_use(context, adapter)
     else:
@@ -342,14 +325,6 @@ def _release(context: Context, message: requests.ReleaseAdapter, adapter: Adapte
     context.answer(waiting.adapter_done(message.request_id, adapter))
 
 
-def _deactivate(context: Context, message: requests.DeactivateAdapter, adapter: Adapter) -> None:
-    _request_down(context, message, "deactivate", PINNED, adapter)
-
-
-def _evict(context: Context, message: requests.EvictAdapter, adapter: Adapter) -> None:
-    _request_down(context, message, "evict", EVICTED, adapter)
-
-
 def _remove(context: Context, message: requests.RemoveAdapter, adapter: Adapter) -> None:
     if message.force:
         if adapter.held:
@@ -357,7 +332,7 @@ def _remove(context: Context, message: requests.RemoveAdapter, adapter: Adapter)
         _refuse_preparations(context, adapter)
         if context.rules > 2 and (adapter.leases or adapter.waiters):
             versions.retire(context, adapter)
-    _request_down(context, message, "remove", UNREGISTERED, adapter)
+    _request_down("remove", UNREGISTERED, context, message, adapter)
 
 
 def _refuse_preparations(context: Context, adapter: Adapter) -> None:
@@ -389,10 +364,10 @@ def _is_inference(pending: PendingRequest) -> bool:
 
 
 def _request_down(
-    context: Context,
-    message: requests.DeactivateAdapter | requests.EvictAdapter | requests.RemoveAdapter,
     kind: RequestKind,
     target: AdapterState,
+    context: Context,
+    message: requests.DeactivateAdapter | requests.EvictAdapter | requests.RemoveAdapter,
     adapter: Adapter,
 ) -> None:
     """Lower the goal; the request is answered once the adapter is there."""
@@ -419,22 +394,10 @@ def _activate_batch(
     context.ready.append((message.request_id, pending))
 
 
-def _generate(
-    context: Context, message: records.GenerationRequested, adapter: Adapter | None
-) -> None:
-    _request_inference(context, message, "generate", adapter)
-
-
-def _pool(context: Context, message: records.PoolingRequested, adapter: Adapter | None) -> None:
-    _request_inference(context, message, message.task, adapter)
-
-
 def _request_inference(
-    context: Context,
-    message: records.InferenceRequested,
-    kind: InferenceKind,
-    adapter: Adapter | None,
+    context: Context, message: records.InferenceRequested, adapter: Adapter | None
 ) -> None:
+    kind = "generate" if isinstance(message, records.GenerationRequested) else message.task
     timeout_ms = message.timeout_ms or context.limits.generation_timeout_ms
     request_id = message.request_id
     if adapter is None:
@@ -501,18 +464,21 @@ class _Request(NamedTuple):
 
 _REQUESTS: Final[dict[type, _Request]] = {
     requests.LoadAdapter: _Request(_check_load, _load),
-    requests.StageAdapter: _Request(_check_state, _stage),
-    requests.ActivateAdapter: _Request(_check_state, _activate),
-    requests.HoldAdapter: _Request(_check_state, _hold),
+    requests.StageAdapter: _Request(_check_state, partial(_request_state, "stage", PINNED)),
+    requests.ActivateAdapter: _Request(_check_state, partial(_request_state, "activate", GPU_SLOT)),
+    requests.HoldAdapter: _Request(_check_state, partial(_request_state, "hold", GPU_SLOT)),
     requests.PrefetchAdapter: _Request(_check_state, _prefetch),
-    requests.ReleaseAdapter: _Request(_check_release, _release),
-    requests.DeactivateAdapter: _Request(_check_unused, _deactivate),
-    requests.EvictAdapter: _Request(_check_unused, _evict),
+    requests.ReleaseAdapter: _Request(_check_known, _release),
+    requests.DeactivateAdapter: _Request(
+        _check_unused, partial(_request_down, "deactivate", PINNED)
+    ),
+    requests.EvictAdapter: _Request(_check_unused, partial(_request_down, "evict", EVICTED)),
     requests.RemoveAdapter: _Request(_check_remove, _remove),
     requests.ActivateBatch: _Request(_check_batch, _activate_batch),
-    requests.CancelGeneration: _Request(_check_cancel, _cancel),
-    records.GenerationRequested: _Request(_check_inference, _generate),
-    records.PoolingRequested: _Request(_check_inference, _pool),
+    # A cancellation of an unknown request has an answer too.
+    requests.CancelGeneration: _Request(lambda _context, _message: None, _cancel),
+    records.GenerationRequested: _Request(_check_inference, _request_inference),
+    records.PoolingRequested: _Request(_check_inference, _request_inference),
 }
 
 REQUESTS: Final = tuple(_REQUESTS)

@@ -21,7 +21,7 @@ from loradock.messages.ids import GPU_SLOT, NO_SLOT, AdapterId, OpId
 from loradock.messages.views import AdapterCounters, AdapterUse, AdapterView, TierView
 
 Sees = Callable[[str], bool]
-"""Whether a client may see the adapters of a name."""
+"""Whether a client can see the adapters of a name."""
 
 Phase = Literal["running", "queued", "waiting"]
 """Whether an inference takes part in the engine's next step, waits there, or waits for a slot."""
@@ -92,7 +92,7 @@ class AdapterPages:
     def answer(self, message: requests.ListAdapters, sees: Sees | None = None) -> requests.Reply:
         """Return the requested page, or the whole list for a request without a limit.
 
-        `sees`: which names the client may see; None: all. Raises `Refusal` if the whole list
+        `sees`: which names the client can see; None: all. Raises `Refusal` if the whole list
         exceeds a page.
         """
         world, limit = self._world, message.limit

@@ -23,13 +23,12 @@ from loradock.controller.core.limits import (
     limits_to,
 )
 from loradock.controller.core.world import RESIDENT, Adapter, World
-from loradock.controller.log.durable_files import write_file
 from loradock.controller.log.format import CHAIN_START, ChainLink, LogError, frame_header
 from loradock.controller.log.policies import PolicyUnknownError, check_policy
 from loradock.controller.log.replay import ReplayResult, replay, replay_approximately
-from loradock.controller.log.segments import segment_path, walk
-from loradock.controller.log.snapshots import LogPosition, take_snapshot, write_snapshot
-from loradock.controller.log.storage import DISK, Storage
+from loradock.controller.log.segments import LogPosition, segment_path, walk
+from loradock.controller.log.snapshots import take_snapshot, write_snapshot
+from loradock.controller.log.storage import DISK, Storage, write_file
 from loradock.messages.ids import (
     EVICTED,
     UNREGISTERED,

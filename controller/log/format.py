@@ -12,7 +12,7 @@ record's `seq` is one more than the last; the header of a segment, which is the 
 file, repeats the last one's.
 
     LogError            the log can't be used
-    ├── LogDamaged      bytes that were written are missing or changed, before the tail
+    ├── LogCorrupt      bytes that were written are missing or changed, before the tail
     ├── LogForeign      written by a format or by rules that this version does not know
     ├── LogBusy         another process writes this log
     ├── LogFull         no space; nothing was written, and a later append may succeed
@@ -32,7 +32,7 @@ import xxhash
 
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import Epoch, Seq
-from loradock.messages.records import FORMATS_READ, Header, Record, RecordOfFormat1
+from loradock.messages.records import FORMAT, Header, Record
 from loradock.messages.wire import REPLY_BYTES_MAX
 
 MARKER: Final = b"LDR1"
@@ -47,8 +47,9 @@ _COVERED_FROM: Final = len(MARKER) + 8
 _digest: Final[Callable[[bytes | bytearray], bytes]] = xxhash.xxh3_64_digest
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_header: Final = msgspec.msgpack.Decoder(Header).decode
-_decode_record: Final = msgspec.msgpack.Decoder(Record).decode
-_decode_record_of_format_1: Final = msgspec.msgpack.Decoder(RecordOfFormat1).decode
+
+decode_record: Final = msgspec.msgpack.Decoder(Record).decode
+"""Decodes a record; raises `UNDECODABLE`."""
 
 UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -59,7 +60,7 @@ class LogError(Exception):
     code = ErrorCode.LOG_UNAVAILABLE
 
 
-class LogDamaged(LogError):
+class LogCorrupt(LogError):
     """Other bytes are in `file` at `offset` (bytes), where record `seq` should be.
 
     `link` is the end of the chain before them; its checksum is empty if that is not known.
@@ -69,7 +70,7 @@ class LogDamaged(LogError):
         self, file: Path, offset: int, seq: Seq, reason: str, link: "ChainLink | None" = None
     ) -> None:
         super().__init__(
-            f"{file}: damaged at offset {offset}, where record {seq} should be: {reason}; "
+            f"{file}: corrupt at offset {offset}, where record {seq} should be: {reason}; "
             "`loradock log repair` shows what can be done"
         )
         self.file, self.offset, self.seq, self.reason = file, offset, seq, reason
@@ -206,7 +207,7 @@ class Scan:
         finally:
             self.offset, self.link = offset, ChainLink(seq, epoch, checksum)
 
-    def damage(self) -> str:
+    def corruption(self) -> str:
         """Return why the rest can't be a torn tail, '' if it can: that has no whole frame."""
         for offset, frame in whole_frames(self.data, self.offset):
             if offset == self.offset:
@@ -219,27 +220,22 @@ def read_header(body: bytes, file: Path) -> Header:
     """Decode a segment's header; `LogForeign` for a format that this version can't read."""
     try:
         format_number = _decode_format(body).format
-        if format_number in FORMATS_READ:
+        if format_number == FORMAT:
             return _decode_header(body)
     except UNDECODABLE as error:
         raise LogForeign(f"{file}: its first frame is not a header: {error}") from error
     raise LogForeign(
-        f"{file}: format {format_number}; this version reads {FORMATS_READ}; "
+        f"{file}: format {format_number}; this version reads format {FORMAT}; "
         "use the version that wrote it"
     )
 
 
-def read_record(body: bytes, seq: Seq, file: Path, format_number: int) -> Record:
+def read_record(body: bytes, seq: Seq, file: Path) -> Record:
     """Decode a record; `LogForeign` if this version does not know its message."""
     try:
-        return record_decoder(format_number)(body)
+        return decode_record(body)
     except UNDECODABLE as error:
         raise foreign_record(seq, file, error) from error
-
-
-def record_decoder(format_number: int) -> Callable[[bytes], Record]:
-    """Return the decoder of a format's records, which raises `UNDECODABLE`."""
-    return _decode_old_record if format_number == 1 else _decode_record
 
 
 def foreign_record(seq: Seq, file: Path, error: Exception) -> LogForeign:
@@ -248,11 +244,6 @@ def foreign_record(seq: Seq, file: Path, error: Exception) -> LogForeign:
         f"{file}: record {seq} is intact, but this version can't read it: {error}; "
         "use the version that wrote it"
     )
-
-
-def _decode_old_record(body: bytes) -> Record:
-    old = _decode_record_of_format_1(body)
-    return Record(old.time_ns, old.input, old.digest)
 
 
 class _AnyHeader(msgspec.Struct, array_like=True):

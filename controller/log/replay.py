@@ -22,15 +22,20 @@ from loradock.controller.log.format import (
     UNDECODABLE,
     LogError,
     LogForeign,
+    decode_record,
     foreign_record,
-    record_decoder,
 )
 from loradock.controller.log.policies import PolicyUnknownError, check_policy
-from loradock.controller.log.segments import Segment, segment_paths
-from loradock.controller.log.skips import skipped_inputs
-from loradock.controller.log.snapshots import LogPosition, Restored, Snapshot, restore_newest
+from loradock.controller.log.segments import (
+    LogPosition,
+    Segment,
+    segment_paths,
+    skipped_inputs,
+    walk_after,
+    walk_from_start,
+)
+from loradock.controller.log.snapshots import Restored, Snapshot, restore_newest
 from loradock.controller.log.storage import DISK, Storage
-from loradock.controller.log.tail import walk_after, walk_from_start
 from loradock.messages.ids import Epoch, Seq
 from loradock.messages.records import Header, Record
 
@@ -150,7 +155,7 @@ class _Replayer:
         """Handle records; return whether the digests in them are those of the replayed states."""
         handle, sink, skips = controller.handle, self._sink, self.skips
         compares = header.rules in RULES_READ and not self.policy
-        for records in _decoded(frames, file, header.format):
+        for records in _decoded(frames, file):
             for seq, record in records:
                 digest = record.digest
                 if digest and compares and not self._matches(controller, seq, digest):
@@ -193,18 +198,17 @@ class _Replayer:
 
 
 def _decoded(
-    frames: Iterator[tuple[Seq, Epoch, bytes]], file: Path, format_number: int
+    frames: Iterator[tuple[Seq, Epoch, bytes]], file: Path
 ) -> Iterator[list[tuple[Seq, Record]]]:
     """Yield the records in groups, with their numbers; raises `LogForeign` after the last group.
 
     Decoding and handling in turns takes 5 % longer: each displaces the other from the caches.
     """
-    decode = record_decoder(format_number)
     while group := tuple(islice(frames, _GROUP)):
         records = []
         try:
             for seq, _, body in group:
-                records.append((seq, decode(body)))
+                records.append((seq, decode_record(body)))
         except UNDECODABLE as error:
             yield records
             raise foreign_record(seq, file, error) from error

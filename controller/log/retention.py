@@ -1,8 +1,9 @@
-"""Retention: which files of a log are no longer needed, and what is done with them.
+"""Retention: which records and events of a log are no longer needed, and what is done with them.
 
 A restart needs the two newest valid snapshots and the segments after the older one. Segments and
-event files before it are kept for some hours of recorded time, and are then dropped or archived. No
-wall clock is read, so no jump of it removes anything.
+events before it are kept for some hours of recorded time. Then segments are dropped or archived,
+and events are dropped: a replay of the archive makes them again. No wall clock is read, so no jump
+of it removes anything.
 """
 
 from itertools import pairwise
@@ -11,8 +12,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from loradock.controller.log.durable_files import write_file
-from loradock.controller.log.event_files import event_files_before
+from loradock.controller.log.events import EventWriter
 from loradock.controller.log.format import LogError
 from loradock.controller.log.segments import segment_paths
 from loradock.controller.log.settings import LOG_KEEP_HOURS
@@ -25,16 +25,16 @@ from loradock.controller.log.snapshots import (
     restore_controller,
     snapshot_paths,
 )
-from loradock.controller.log.storage import DISK, Storage
+from loradock.controller.log.storage import DISK, Storage, write_file
 
 _NANOS_PER_HOUR: Final = 3_600_000_000_000
 _ARCHIVE: Final = "archive:"
 
 
 class Retention(Struct, frozen=True):
-    """What is done with files that no restart needs, once they are `hours` old.
+    """What is done with records and events that no restart needs, once they are `hours` old.
 
-    `archive` is the directory to which `action` "archive" moves them.
+    `archive` is the directory to which `action` "archive" moves segments.
     """
 
     action: Literal["drop", "archive", "keep"] = "drop"
@@ -77,45 +77,39 @@ def _read_valid(path: Path, storage: Storage) -> Snapshot | None:
     return snapshot
 
 
-def unneeded_files(
-    directory: Path, kept: list[Snapshot], retention: Retention, storage: Storage = DISK
-) -> list[Path]:
-    """Return the segments and event files that retention applies to, the oldest first.
+def _unneeded_before(kept: list[Snapshot], retention: Retention) -> Mark | None:
+    """Return the mark before which retention applies, None if it applies to nothing.
 
     `kept` are the snapshots that are kept, newest first; with fewer than two, all files are needed.
     """
     if retention.action == "keep" or len(kept) < SNAPSHOTS_KEPT:
-        return []
+        return None
     until_ns = kept[0].marks[-1].time_ns - int(retention.hours * _NANOS_PER_HOUR)
-    mark = _last_mark(kept[-1], until_ns)
-    if mark is None:
-        return []
-    segments = segment_paths(directory, storage)
-    unneeded = [path for path, later in pairwise(segments) if int(later.stem) <= mark.seq + 1]
-    return unneeded + event_files_before(directory, mark.events_seq + 1, storage)
-
-
-def _last_mark(snapshot: Snapshot, until_ns: int) -> Mark | None:
-    """Return the last mark up to a time: everything before it is old enough."""
-    old = [mark for mark in snapshot.marks if mark.time_ns <= until_ns]
+    old = [mark for mark in kept[-1].marks if mark.time_ns <= until_ns]
     return old[-1] if old else None
 
 
 def apply_retention(
     directory: Path, kept: list[Snapshot], retention: Retention, storage: Storage = DISK
 ) -> list[Path]:
-    """Drop or archive the files that are no longer needed; return their paths.
+    """Drop or archive segments that are no longer needed, and return their paths; drop events.
 
-    An interrupted run is continued by the next one. Raises `OSError`, and `LogError` where the
-    archive has another file of a name.
+    An interrupted run is continued by the next one. Raises `OSError`, and `LogError` if the archive
+    has another file of a name.
     """
-    unneeded = unneeded_files(directory, kept, retention, storage)
+    mark = _unneeded_before(kept, retention)
+    if mark is None:
+        return []
+    segments = segment_paths(directory, storage)
+    unneeded = [path for path, later in pairwise(segments) if int(later.stem) <= mark.seq + 1]
     for path in unneeded:
         if retention.action == "archive":
             _copy(path, Path(retention.archive), storage)
         storage.remove(path)
     if unneeded:
         storage.sync_directory(directory)
+    with EventWriter(directory, storage) as events:
+        events.drop_before(mark.events_seq + 1)
     return unneeded
 
 

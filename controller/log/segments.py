@@ -1,7 +1,7 @@
 """The log's files: a directory of segments, their names, the lock, reading and verification.
 
-Nothing here changes a file. Only the end of the last segment may be torn; other bytes that can't be
-read raise an error, also a last record in which one bit is flipped.
+Nothing here changes a file. Only the end of the last segment can be torn; other bytes that can't be
+read raise an error.
 
 A segment is named after its first record, with twenty digits and `.log`. Other files are not part
 of the log.
@@ -12,12 +12,11 @@ from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from loradock.controller.log.flipped_bits import START_BYTES_MAX, SearchTooLongError, flipped_bit
 from loradock.controller.log.format import (
     CHAIN_START,
     ChainLink,
     LogBusy,
-    LogDamaged,
+    LogCorrupt,
     LogForeign,
     Scan,
     read_header,
@@ -26,12 +25,21 @@ from loradock.controller.log.format import (
 )
 from loradock.controller.log.storage import DISK, Storage
 from loradock.messages.ids import Epoch, Seq
-from loradock.messages.records import Header, Record
+from loradock.messages.records import Header, InputSkipped, Record
 
 NumberedRecord = tuple[Seq, Epoch, Record]
 """A record with its number and its epoch."""
 
 _SEGMENT_NAME: Final = re.compile(r"[0-9]{20}\.log")
+_SKIP: Final = InputSkipped.__name__.encode()
+
+
+class LogPosition(NamedTuple):
+    """The place of the next record: a segment, the offset in it, and the chain before it."""
+
+    segment: Seq
+    offset: int
+    link: ChainLink
 
 
 def segment_path(directory: Path, first_seq: Seq) -> Path:
@@ -85,10 +93,10 @@ class Segment:
             return
         self.before = self.before or frame.before
         if frame.before != self.before or frame.before.seq != self.first_seq - 1:
-            raise self._damaged("it does not continue the segment before it")
+            raise self._corrupt("it does not continue the segment before it")
         header = read_header(frame.body, self.file)
         if header.first_seq != self.first_seq:
-            raise self._damaged(f"its header specifies {header.first_seq} as its first record")
+            raise self._corrupt(f"its header specifies {header.first_seq} as its first record")
         self.header = header
         self.scan = Scan(self.scan.data, frame.end, frame.link)
 
@@ -105,46 +113,61 @@ class Segment:
             return
         for seq, epoch, body in self.frames():
             if seq >= first_seq:
-                yield seq, epoch, read_record(body, seq, self.file, self.header.format)
+                yield seq, epoch, read_record(body, seq, self.file)
 
     def _check_rest(self) -> None:
         rest = len(self.scan.data) - self.scan.offset
         if self.header is not None and not rest:
             return
-        if reason := self.scan.damage():
-            raise self._damaged(reason)
+        if reason := self.scan.corruption():
+            raise self._corrupt(reason)
         if not self._is_last:
-            raise self._damaged("it ends in the middle of a record, but a later segment exists")
+            raise self._corrupt("it ends in the middle of a record, but a later segment exists")
         if self.before is None:
-            raise self._damaged("its header is incomplete, and there is no segment before it")
-        if reason := self._flipped_reason():
-            raise self._damaged(reason)
+            raise self._corrupt("its header is incomplete, and there is no segment before it")
         self.torn_bytes = rest
 
-    def _flipped_reason(self) -> str:
-        """Return why the rest is one frame that was written whole, '' if it was not."""
-        scan = self.scan
-        try:
-            flip = flipped_bit(
-                scan.data, scan.offset, scan.link, self.header is None, START_BYTES_MAX
-            )
-        except SearchTooLongError:
-            return "a whole record may be there, too long to search it for a flipped bit"
-        return (
-            f"a whole record is there, in which a bit is flipped at {flip.offset}" if flip else ""
-        )
-
-    def _damaged(self, reason: str) -> LogDamaged:
+    def _corrupt(self, reason: str) -> LogCorrupt:
         offset, link = self.scan.offset, self.scan.link
-        return LogDamaged(self.file, offset, link.seq + 1, reason, link)
+        return LogCorrupt(self.file, offset, link.seq + 1, reason, link)
 
 
 def walk(directory: Path, first_seq: Seq = 0, storage: Storage = DISK) -> Iterator[Segment]:
     """Yield the segments with records from `first_seq` on; each is checked before the next."""
+    yield from _walk(_paths_from(directory, first_seq, storage), None, storage)
+
+
+def walk_from_start(directory: Path, storage: Storage = DISK) -> Iterator[Segment]:
+    """Yield all segments; raises `LogCorrupt` if the log does not begin with record 1."""
     paths = segment_paths(directory, storage)
-    while len(paths) > 1 and int(paths[1].stem) <= first_seq:
-        del paths[0]
-    link: ChainLink | None = None
+    if paths and int(paths[0].stem) != 1:
+        raise _missing(paths[0], 1, "and no snapshot contains it")
+    yield from _walk(paths, None, storage)
+
+
+def walk_after(
+    directory: Path, position: LogPosition, storage: Storage = DISK
+) -> Iterator[Segment]:
+    """Yield the segments with records after `position`; raises `LogCorrupt` if some are missing."""
+    paths = [p for p in segment_paths(directory, storage) if int(p.stem) >= position.segment]
+    next_seq = position.link.seq + 1
+    first = paths[0] if paths else segment_path(directory, next_seq)
+    if not paths or int(first.stem) not in (position.segment, next_seq):
+        raise _missing(first, next_seq, "which follows the last snapshot")
+    if int(first.stem) == next_seq != position.segment:
+        # The snapshot ends with the segment before this one, which is no longer needed.
+        yield from _walk(paths, position.link, storage)
+        return
+    segment = Segment(first, None, len(paths) == 1, storage)
+    _skip_to(segment, position)
+    yield segment
+    for _ in segment.frames():
+        pass
+    yield from _walk(paths[1:], segment.scan.link, storage)
+
+
+def _walk(paths: list[Path], link: ChainLink | None, storage: Storage) -> Iterator[Segment]:
+    """Yield segments that continue one another, and `link` if that is known."""
     for path in paths:
         segment = Segment(path, link, path is paths[-1], storage)
         yield segment
@@ -152,6 +175,30 @@ def walk(directory: Path, first_seq: Seq = 0, storage: Storage = DISK) -> Iterat
         for _ in segment.frames():
             pass
         link = segment.scan.link
+
+
+def _skip_to(segment: Segment, position: LogPosition) -> None:
+    """Continue a segment at a position in it: what is before it is not read as records."""
+    if segment.header is None:
+        return
+    if position.offset > len(segment.scan.data):
+        for _ in segment.frames():
+            pass
+        seq = segment.scan.link.seq + 1
+        raise _missing(segment.file, seq, f"but a snapshot contains record {position.link.seq}")
+    segment.scan = Scan(segment.scan.data, position.offset, position.link)
+
+
+def _missing(file: Path, seq: int, why: str) -> LogCorrupt:
+    return LogCorrupt(file, 0, seq, f"the record is missing, {why}")
+
+
+def _paths_from(directory: Path, first_seq: Seq, storage: Storage) -> list[Path]:
+    """Return the paths of the segments with records from `first_seq` on."""
+    paths = segment_paths(directory, storage)
+    while len(paths) > 1 and int(paths[1].stem) <= first_seq:
+        del paths[0]
+    return paths
 
 
 def segments(
@@ -162,7 +209,7 @@ def segments(
 ) -> Iterator[tuple[Header, Iterator[NumberedRecord]]]:
     """Yield each segment's header with its records from `first_seq` on.
 
-    Reading ends before a torn tail. Raises `LogDamaged`, and `LogForeign` for an unknown format or
+    Reading ends before a torn tail. Raises `LogCorrupt`, and `LogForeign` for an unknown format or
     message, or for a rules number that is not in `rules` (if `rules` is not None).
     """
     for segment in walk(directory, first_seq, storage):
@@ -188,21 +235,38 @@ def read(
         yield from records
 
 
+def skipped_inputs(directory: Path, storage: Storage = DISK, first_seq: Seq = 0) -> frozenset[Seq]:
+    """Return the inputs that records from `first_seq` on skip; raises `LogError`.
+
+    A segment is decoded only if the name of the message occurs in its bytes.
+    """
+    paths = _paths_from(directory, first_seq, storage)
+    found: set[Seq] = set()
+    for path in paths:
+        if _SKIP not in storage.read(path):
+            continue
+        segment = Segment(path, None, path is paths[-1], storage)
+        for _, _, record in segment.records(first_seq):
+            if isinstance(record.input, InputSkipped):
+                found.add(record.input.seq)
+    return frozenset(found)
+
+
 class Verdict(NamedTuple):
-    """Content of a log; numbers are 0 for an empty log. Torn bytes of the tail are not damage."""
+    """Content of a log; numbers are 0 for an empty log. A torn tail is not corruption."""
 
     segments: int
     records: int
     first_seq: Seq
     last_seq: Seq
     torn_bytes: int
-    damage: LogDamaged | None
+    corruption: LogCorrupt | None
 
 
 def verify(directory: Path, storage: Storage = DISK) -> Verdict:
-    """Read a whole log; damage is returned and not raised, and nothing is changed."""
+    """Read a whole log; corruption is returned and not raised, and nothing is changed."""
     count = records = first_seq = last_seq = torn_bytes = 0
-    damage = None
+    corruption = None
     try:
         for segment in walk(directory, storage=storage):
             count += 1
@@ -210,6 +274,6 @@ def verify(directory: Path, storage: Storage = DISK) -> Verdict:
                 first_seq = first_seq or last_seq
                 records += 1
             torn_bytes = segment.torn_bytes
-    except LogDamaged as found:
-        damage = found
-    return Verdict(count, records, first_seq, last_seq, torn_bytes, damage)
+    except LogCorrupt as found:
+        corruption = found
+    return Verdict(count, records, first_seq, last_seq, torn_bytes, corruption)

@@ -6,18 +6,25 @@ A snapshot is named after the last record that it contains, with twenty digits a
 
 `checksum` is xxh3_128 of the body. A snapshot is made from the log alone and verified when it is
 written and when it is read; one that does not verify is skipped, and the one before it is used.
+The world in it has every field that `controller/core/restore.py` can't compute from the others,
+with the order of the entries: inputs after a restored world lead to the same actions as before.
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import xxhash
 from msgspec import Struct
 
+from loradock.controller.core.answers import Answer
 from loradock.controller.core.controller import Controller
+from loradock.controller.core.counters import Counters
+from loradock.controller.core.indexes import DigestDict, TierName
 from loradock.controller.core.limits import (
     RULES_READ,
     LimitsError,
@@ -25,14 +32,23 @@ from loradock.controller.core.limits import (
     limits_to,
     rules_read,
 )
-from loradock.controller.log.durable_files import write_file
-from loradock.controller.log.format import UNDECODABLE, ChainLink, LogError
+from loradock.controller.core.restore import derive
+from loradock.controller.core.world import (
+    Adapter,
+    AttachedEngine,
+    Operation,
+    PendingRequest,
+    Slot,
+    Tier,
+    World,
+)
+from loradock.controller.log.format import UNDECODABLE, LogError
 from loradock.controller.log.policies import PolicyUnknownError, check_policy
-from loradock.controller.log.skips import skipped_inputs
-from loradock.controller.log.storage import DISK, Storage
-from loradock.controller.log.world_state import encode_world, restore_world
-from loradock.messages.ids import Seq
+from loradock.controller.log.segments import LogPosition, skipped_inputs
+from loradock.controller.log.storage import DISK, Storage, write_file
+from loradock.messages.ids import AdapterId, Epoch, OpId, RequestId, Seq
 from loradock.messages.records import FORMAT
+from loradock.messages.views import Warnings
 
 SNAPSHOTS_KEPT: Final = 2
 MARKS_MAX: Final = 4096
@@ -52,14 +68,6 @@ class Mark(NamedTuple):
     seq: Seq
     time_ns: int
     events_seq: Seq
-
-
-class LogPosition(NamedTuple):
-    """The place of the next record: a segment, the offset in it, and the chain before it."""
-
-    segment: Seq
-    offset: int
-    link: ChainLink
 
 
 class Snapshot(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -85,6 +93,78 @@ class Snapshot(Struct, array_like=True, forbid_unknown_fields=True, frozen=True)
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Snapshot).decode
+
+
+class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The fields of a world, under their names; values of maps that know their key are lists."""
+
+    seq: Seq
+    time_ns: int
+    wall_offset_ns: int
+    epoch: Epoch
+    next_op: OpId
+    next_adapter_id: AdapterId
+    next_generation: int
+    events_seq: Seq
+    lru_counter: int
+    answered: int
+    refused: int
+    engine: AttachedEngine | None
+    engine_ready: bool
+    unknown_operations: dict[OpId, int]
+    adapters: list[Adapter]
+    slots: list[Slot]
+    answers: list[Answer]
+    operations: dict[OpId, Operation]
+    pending_requests: dict[RequestId, PendingRequest]
+    tiers: dict[TierName, Tier]
+    batches: list[RequestId]
+    current_batch: str
+    totals: Counters
+    past_counters: Counters
+    base_counters: Counters
+    answers_chain: bytes
+    warnings: dict[AdapterId, Warnings] = {}
+
+
+_OTHERS: Final = ("adapters", "slots", "answers", "batches", "warnings")
+"""The fields that are rebuilt: of all but the last the values are stored, or the keys, as lists."""
+
+_SAME: Final = tuple(name for name in WorldState.__struct_fields__ if name not in _OTHERS)
+"""The fields that are stored as they are."""
+
+_id: Final = attrgetter("id")
+_encode_state: Final = msgspec.msgpack.Encoder().encode
+_decode_state: Final = msgspec.msgpack.Decoder(WorldState).decode
+
+
+def encode_world(world: World) -> bytes:
+    """Return the world's state in msgpack."""
+    values: dict[str, Any] = {
+        **{name: getattr(world, name) for name in _SAME},
+        "adapters": list(world.adapters.values()),
+        "slots": list(world.slots.values()),
+        "answers": list(world.answers.by_id.values()),
+        "batches": list(world.batches),
+        "warnings": world.warnings,
+    }
+    return _encode_state([values[name] for name in WorldState.__struct_fields__])
+
+
+def restore_world(world: World, data: bytes) -> None:
+    """Give a new world the state in `data`, which was encoded under the same limits.
+
+    Raises `msgspec.DecodeError`, `UnicodeDecodeError` or `RecursionError` for other bytes.
+    """
+    state = _decode_state(data)
+    for name in _SAME:
+        setattr(world, name, getattr(state, name))
+    world.adapters = DigestDict.of(zip(map(_id, state.adapters), state.adapters, strict=True))
+    world.slots = DigestDict.of(enumerate(state.slots))
+    world.warnings = DigestDict.of(state.warnings.items())
+    world.answers.restore(state.answers)
+    world.batches = OrderedDict.fromkeys(state.batches)
+    derive(world)
 
 
 def snapshot_path(directory: Path, seq: Seq) -> Path:

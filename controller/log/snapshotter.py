@@ -1,8 +1,8 @@
-"""The snapshotter: makes a snapshot and the event files from the log, in a process of its own.
+"""The snapshotter: makes a snapshot and the database of events from the log, in a separate process.
 
 Its process, with the arguments DIRECTORY ORDER PARENT_PID, continues the newest valid
 snapshot with the records after it, so no request waits for it. Its output is a `SnapshotMade` in
-JSON. It ends with status 1 and a message if it fails, and with 3 if another one is at work. It also
+JSON. It ends with status 1 and a message if it fails, and with 3 if another one is running. It also
 ends with the process that started it, so that its lock is free for the next one.
 """
 
@@ -18,11 +18,11 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from loradock.controller.core.actions import Action, PublishEvent
+from loradock.controller.core.actions import PublishEvent
 from loradock.controller.core.limits import LimitsError
-from loradock.controller.log.event_files import EventWriter
+from loradock.controller.log.events import EventWriter
 from loradock.controller.log.format import LogError
-from loradock.controller.log.replay import ReplayResult, replay
+from loradock.controller.log.replay import ReplayResult, Sink, replay
 from loradock.controller.log.retention import Retention, apply_retention, prune_snapshots
 from loradock.controller.log.segments import segment_paths
 from loradock.controller.log.snapshots import take_snapshot, write_snapshot
@@ -51,7 +51,7 @@ class SnapshotMade(Struct, frozen=True):
     """A snapshot's last record and event, its size, and how it was made.
 
     `inputs` were handled after the snapshot `base`, 0 for none. `removed` files were dropped or
-    archived. `skipped`: why later snapshots were not used.
+    archived. `skipped`: why later snapshots were not used, and why lost events stay lost.
     """
 
     seq: Seq
@@ -78,17 +78,8 @@ def make_snapshot(
     """
     with _locked(directory, storage):
         _remove_drafts(directory, storage)
-        with _EventSink(directory, storage) as events:
-            result = replay(directory, order.until, events.add, storage=storage)
-            controller = result.controller
-            if controller is not None and result.divergence is None:
-                events.end(controller.world.events_seq)
-        if result.divergence is not None:
-            seq, recorded, replayed = result.divergence
-            raise LogError(
-                f"{directory}: before record {seq} the digest was {recorded}, its replay computes "
-                f"{replayed}; no snapshot is made"
-            )
+        result, notes = _replay(directory, order.until, storage)
+        controller = result.controller
         if controller is None or not result.inputs:
             return None
         if result.snapshot_seq < result.inputs:
@@ -107,7 +98,7 @@ def make_snapshot(
         base=result.snapshot_seq,
         inputs=result.inputs - result.snapshot_seq,
         removed=tuple(str(path) for path in removed),
-        skipped=result.skipped,
+        skipped=notes,
     )
 
 
@@ -127,30 +118,53 @@ def _locked(directory: Path, storage: Storage) -> Iterator[None]:
 
 
 def _remove_drafts(directory: Path, storage: Storage) -> None:
+    """Remove drafts of snapshots, and the files that events were in before the database."""
     for name in storage.names(directory):
-        if name.endswith((".snap.new", ".evt.new")):
+        if name.endswith((".snap.new", ".evt", ".evt.new")):
             storage.remove(directory / name)
 
 
-class _EventSink:
-    """Writes the events of a replay to the event files; they are durable when it ends."""
+def _replay(directory: Path, until: Seq, storage: Storage) -> tuple[ReplayResult, tuple[str, ...]]:
+    """Replay up to record `until` and write the events; return the result and what was lost."""
+    with EventWriter(directory, storage) as events:
+        newest_event = events.newest_seq
+        result = replay(directory, until, _sink_of(events), storage=storage)
+        if result.divergence is not None:
+            seq, recorded, replayed = result.divergence
+            raise LogError(
+                f"{directory}: before record {seq} the digest was {recorded}, its replay computes "
+                f"{replayed}; no snapshot is made"
+            )
+        notes = (*result.skipped, *filter(None, (events.removed,)))
+        if result.controller is not None:
+            # The records of later ones have been cut from the log.
+            events.cut_after(result.controller.world.events_seq)
+            notes += _add_missing_events(directory, result, newest_event, events, storage)
+    return result, notes
 
-    def __init__(self, directory: Path, storage: Storage) -> None:
-        self._writer = EventWriter(directory, storage)
 
-    def add(self, actions: list[Action]) -> None:
-        """Add the events among the actions."""
-        self._writer.add([one.message for one in actions if isinstance(one, PublishEvent)])
+def _sink_of(events: EventWriter) -> Sink:
+    """Return a function that writes the events among a record's actions."""
+    return lambda actions: events.add(
+        [action.message for action in actions if isinstance(action, PublishEvent)]
+    )
 
-    def end(self, last_seq: Seq) -> None:
-        """Drop the events after the last one: their records have been cut from the log."""
-        self._writer.cut_after(last_seq)
 
-    def __enter__(self) -> "_EventSink":
-        return self
+def _add_missing_events(
+    directory: Path, result: ReplayResult, newest_event: Seq, events: EventWriter, storage: Storage
+) -> tuple[str, ...]:
+    """Add the events before the replay's snapshot to a database that lacked some: it is new.
 
-    def __exit__(self, *_: object) -> None:
-        self._writer.close()
+    That needs the log's first record. Returns why it fails, if it does.
+    """
+    base, paths = result.snapshot, segment_paths(directory, storage)
+    if base is None or newest_event >= base.marks[-1].events_seq or int(paths[0].stem) != 1:
+        return ()
+    try:
+        replay(directory, base.seq, _sink_of(events), from_start=True, storage=storage)
+    except LogError as error:
+        return (f"the events before record {base.seq} are not made again: {error}",)
+    return ()
 
 
 def _sync_segments(directory: Path, result: ReplayResult, storage: Storage) -> None:
@@ -167,7 +181,7 @@ def _sync_segments(directory: Path, result: ReplayResult, storage: Storage) -> N
 
 
 def _end_with(parent_pid: int) -> None:
-    """Let the system kill this process when the thread that started it ends; raises `OSError`.
+    """Have the system kill this process when the thread that started it ends; raises `OSError`.
 
     That also ends one that is stopped, which would keep its lock until it is continued.
     """

@@ -7,6 +7,7 @@ named by paths and, while they are written, by descriptors. Errors are `OSError`
 import errno
 import fcntl
 import os
+import sqlite3
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
 
 Wait = Callable[[], None]
 """Returns when a sync is done; raises its `OSError`."""
+
+CHUNK_BYTES: Final = 1 << 17
+"""The most bytes that one sync waits for, so that the log's own syncs are not delayed for long.
+
+The log's sync waits for one that is in progress on the same disk: for some milliseconds if that
+writes a MiB, for a fraction of one with this size.
+"""
+
+_LOCKED_S: Final = 5.0
+"""How long a connection waits for another process's commit."""
 
 _OPERATIONS_MAX: Final = 4
 _WAIT_S: Final = 3600
@@ -108,6 +119,17 @@ class Storage:
         """Open a directory, for `lock` and `sync`."""
         return os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
 
+    def connect(self, path: Path, *, create: bool = False) -> sqlite3.Connection:
+        """Open a sqlite database; raises `FileNotFoundError` if there is none, unless `create`.
+
+        A commit is atomic: after an error or a crash the database is as after the last one.
+        """
+        if create:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        else:
+            os.stat(path)
+        return sqlite3.connect(path, timeout=_LOCKED_S)
+
     def lock(self, fd: int) -> None:
         """Lock a directory until its descriptor is closed; raises `BlockingIOError` if locked."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,3 +196,24 @@ def _process_events(context: "Context") -> None:
 
 
 DISK: Final = Storage()
+
+
+def write_file(path: Path, data: bytes, storage: Storage = DISK) -> None:
+    """Write a file and its name durably; after an error or a crash it has all of `data` or none.
+
+    The draft is `path` with `.new` added. Raises `OSError`.
+    """
+    draft = path.with_name(f"{path.name}.new")
+    fd = storage.create(draft)
+    try:
+        for offset in range(0, len(data), CHUNK_BYTES):
+            chunk = data[offset : offset + CHUNK_BYTES]
+            count = storage.write(fd, chunk)
+            if count != len(chunk):
+                raise OSError(errno.ENOSPC, f"{count} of {len(chunk)} bytes were written")
+            storage.sync_data(fd)
+        storage.sync(fd)
+    finally:
+        storage.close(fd)
+    storage.rename(draft, path)
+    storage.sync_directory(path.parent)

@@ -6,7 +6,7 @@ the policy specifies, or raises and none of them counts. Its two parts, `begin_g
 
 Nothing is acknowledged after a failed sync: what the disk then holds is only known by reading it
 again. A crash of the machine in the middle of a write may leave a hole before a whole record; that
-is damage and not a torn tail, so an operator decides (`loradock.controller.log.repair`).
+is corruption and not a torn tail, so an operator decides (`loradock.controller.log.repair`).
 """
 
 import contextlib
@@ -111,7 +111,7 @@ class Log:
 
         `header.first_seq` is set here. A header that differs from the last segment's begins a new
         segment. A segment that has reached `segment_bytes_max` is ended by the next append. Only
-        the last segment is read here. Raises `LogDamaged`, `LogForeign`, `LogBusy`, `LogFull`,
+        the last segment is read here. Raises `LogCorrupt`, `LogForeign`, `LogBusy`, `LogFull`,
         `LogSyncFailed`.
         """
         if not storage.is_directory(directory):

@@ -1,7 +1,7 @@
-"""What each key may do, and which adapters exist for it.
+"""The rights of each key, and which adapters exist for it.
 
 For a key that is limited to patterns of names, an adapter with another name does not exist: it is
-in no reply and no event, and requests for it are answered as for an unknown name. Where an unknown
+in no reply and no event, and requests for it are answered as for an unknown name. If an unknown
 name would be loaded, every name outside the patterns is refused, whether it exists or not.
 """
 

@@ -21,7 +21,7 @@ from loradock.controller.core.controller import Controller
 from loradock.controller.core.eviction import POLICIES
 from loradock.controller.core.limits import FIXED, Limits, LimitsError, limits_from, limits_to
 from loradock.controller.core.views import show_adapter, show_status
-from loradock.controller.log.durable_files import write_file
+from loradock.controller.log.storage import write_file
 from loradock.controller.server.diagnostics import Diagnostics
 from loradock.controller.server.engine_link import EngineLink
 from loradock.controller.server.snapshot_process import SnapshotProcess

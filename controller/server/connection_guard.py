@@ -37,7 +37,7 @@ def open_descriptors() -> int:
 class ConnectionGuard:
     """Hides sockets' files from the moment that `descriptors_max` descriptors are open.
 
-    They return when an eighth of these descriptors is free again. Where they can't be renamed, new
+    They return when an eighth of these descriptors is free again. If they can't be renamed, new
     connections are ended meanwhile.
     """
 
@@ -59,7 +59,7 @@ class ConnectionGuard:
             _hidden(path).unlink(missing_ok=True)
 
     def on_accepted(self, descriptors: Sequence[int]) -> None:
-        """Note new connections, or with none that time has passed."""
+        """Handle new connections; none: time has passed."""
         self._until_count -= len(descriptors)
         if self.is_hidden or self._until_count <= 0:
             self._check()

@@ -29,7 +29,7 @@ from loradock.messages.wire import COMMANDS, REPORTS, DecodedFrame, WireError
 BEAT_INTERVAL_NS: Final = 500_000_000
 SYNC_RETRY_NS: Final = 1_000_000_000
 LATE_FRAMES_NS: Final = 2_000_000_000
-"""Frames of an engine may arrive for this long after its process has ended."""
+"""Frames of an engine can arrive for this long after its process has ended."""
 
 log = structlog.get_logger("link")
 
@@ -196,8 +196,8 @@ class EngineLink:
     def _lacks_reports(self, numbered: list[NumberedReport], last_seq: Seq) -> bool:
         """Whether a report up to `last_seq` was lost, unless the engine no longer has it.
 
-        An engine resends all that are not acknowledged. Where the log's tail is lost, it may have
-        been acknowledged more: then another round lacks the same ones.
+        An engine resends all that are not acknowledged. If the log's tail is lost, it can
+        have been acknowledged more: then another round lacks the same ones.
         """
         if self.engine_id != self._known_id:
             return False

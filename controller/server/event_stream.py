@@ -1,20 +1,23 @@
-"""Published events: the latest are kept in memory, older ones are read from the event files.
+"""Published events: the latest are kept in memory, older ones are read from the database.
 
-An event has the same number whether it is published, fetched from memory or read from a file. A
-thread reads the files. Its work for a client is bounded, and a repeated request adds none.
+An event has the same number whether it is published, fetched from memory or from the database. A
+thread reads the database. Its work for a client is bounded, and a repeated request adds none.
 """
 
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from loradock.controller.core.actions import Action, PublishEvent
-from loradock.controller.log.event_files import EventReader, EventWriter
-from loradock.controller.log.format import LogError
+from loradock.controller.log.events import EventReader, EventsCorrupt, EventWriter
+from loradock.controller.log.format import LogError, LogForeign
 from loradock.controller.log.storage import DISK, Storage
 from loradock.messages.errors import ErrorCode
 from loradock.messages.events import Published
@@ -22,25 +25,27 @@ from loradock.messages.ids import RequestId, Seq
 from loradock.messages.requests import EventsFetched, EventsTooOld, FetchEvents, Refused, Reply
 
 EVENTS_KEPT: Final = 65_536
-"""The number of events in memory, unless more of them are not in the files yet."""
+"""The number of events in memory, unless more of them are not in the database yet."""
 
 EVENTS_KEPT_MAX: Final = 262_144
-"""Bound on the events in memory: then the oldest are dropped although no file has them."""
+"""Bound on the events in memory: then the oldest are dropped although the database lacks them."""
 
 FETCHES_PER_CLIENT_MAX: Final = 4
-"""Bound on a client's fetches that wait for the files; further ones are refused."""
+"""Bound on a client's fetches that wait for the database; further ones are refused."""
 
 FETCHES_MAX: Final = 256
-"""Bound on the fetches of all clients that wait for the files."""
+"""Bound on the fetches of all clients that wait for the database."""
 
 FETCH_RETRY_MS: Final = 100
-"""When a refused fetch may be sent again: each answer of the files leaves space for another."""
+"""When a refused fetch may be sent again: each answer of the database leaves space for another."""
 
 EVENTS_BEAT_NS: Final = 100_000_000
 """Longest time without a frame of events; an empty one has the last event's number."""
 
-# While events in memory exceed `EVENTS_KEPT`, the files are searched once per this number of them.
+# While events in memory exceed `EVENTS_KEPT`, the database is searched once per this many events.
 _SEARCH_INTERVAL: Final = 4096
+
+log = structlog.get_logger("controller")
 
 Answer = Callable[[Reply], None]
 """Sends a reply to the client that fetches."""
@@ -74,8 +79,8 @@ class EventStream:
         self.add: Final[Callable[[Published], None]] = self._batch.append
         # From now on the reader belongs to the executor's only thread.
         self._reader = EventReader(log_directory, storage)
-        self._stored_seq: Seq = self._reader.newest_seq
-        self._executor = executor or ThreadPoolExecutor(1, "events-from-files")
+        self._stored_seq: Seq = self._newest_stored()
+        self._executor = executor or ThreadPoolExecutor(1, "events-from-database")
         self._fetches: dict[tuple[bytes, RequestId], _Fetch] = {}
         self._fetches_of: Counter[bytes] = Counter()
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -87,16 +92,21 @@ class EventStream:
             self._keep(events)
 
     def end_recovery(self, last_seq: Seq) -> None:
-        """Drop the events after `last_seq` from the files: a repair has cut their records."""
+        """Drop the events after `last_seq` from the database: a repair has cut their records."""
         if self._stored_seq <= last_seq:
             return
-        try:
-            writer = EventWriter(self._directory, self._storage)
+        with EventWriter(self._directory, self._storage) as writer:
             writer.cut_after(last_seq)
-            writer.close()
-        except OSError as error:
-            raise LogError(f"{self._directory}: the event files can't be cut: {error}") from error
         self._stored_seq = last_seq
+
+    def _newest_stored(self) -> Seq:
+        """Return the newest event's number; a database that can't be read is replaced."""
+        try:
+            return self._reader.newest_seq
+        except (EventsCorrupt, LogForeign) as error:
+            log.warning("the next snapshot makes the database of events again", error=str(error))
+            with EventWriter(self._directory, self._storage) as writer:
+                return writer.newest_seq
 
     def take_batch(self) -> tuple[Published, ...]:
         """Return, keep and clear the events that were added since the last batch."""
@@ -108,9 +118,9 @@ class EventStream:
         return batch
 
     def fetch(self, client: bytes, message: FetchEvents, last_seq: Seq, answer: Answer) -> None:
-        """Answer with events from `first_seq` on: at once, or after the files are read.
+        """Answer with events from `first_seq` on: at once, or after the database is read.
 
-        A repetition of a request that waits for the files is ignored: its answer will come.
+        A repetition of a request that waits for the database is ignored: its answer will come.
         """
         first_seq, key = max(1, message.first_seq), (client, message.request_id)
         if first_seq > last_seq or first_seq in self._kept:
@@ -160,7 +170,7 @@ class EventStream:
             self._drop_oldest(2 * len(events))
 
     def _drop_oldest(self, count_max: int) -> None:
-        """Drop events that exceed the bounds, if possible those that a file has."""
+        """Drop events that exceed the bounds, if possible those that the database has."""
         kept = self._kept
         if self._oldest_seq > self._stored_seq and self._oldest_seq + len(kept) >= self._search_at:
             self._search_at = self._oldest_seq + len(kept) + _SEARCH_INTERVAL
@@ -179,14 +189,19 @@ class EventStream:
         return EventsFetched(message.request_id, events, last_seq)
 
     def _search(self) -> None:
-        """Find the number of the newest event in the files; in the executor."""
-        self._reader.refresh()
+        """Find the number of the newest event in the database; in the executor."""
         self._stored_seq = self._reader.newest_seq
 
     def _read(self, first_seq: Seq, count_max: int) -> tuple[tuple[Published, ...], Seq]:
         """Return events, or the number of the first one after a gap; in the executor."""
-        events = self._reader.read(first_seq, count_max)
-        return events, 0 if events else self._reader.next_seq(first_seq)
+        try:
+            events = self._reader.read(first_seq, count_max)
+            return events, 0 if events else self._reader.next_seq(first_seq)
+        except EventsCorrupt as error:
+            log.warning("stored events are skipped", error=str(error))
+        with suppress(EventsCorrupt):
+            return (), self._reader.next_seq(first_seq + 1)
+        return (), 0
 
     def _reply(self, fetch: _Fetch) -> Reply:
         message, last_seq = fetch.message, fetch.last_seq

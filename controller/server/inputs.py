@@ -49,7 +49,7 @@ log = structlog.get_logger("controller")
 
 
 class Clocks(NamedTuple):
-    """Clocks of a machine, in nanoseconds; only `wall_ns` (UTC) may jump."""
+    """Clocks of a machine, in nanoseconds; only `wall_ns` (UTC) can jump."""
 
     wall_ns: Callable[[], int]
     monotonic_ns: Callable[[], int]

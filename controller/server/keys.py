@@ -127,7 +127,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 class AllowedKey(Struct, frozen=True):
-    """A public key, its name, and what it may do.
+    """A public key, its name, and its right.
 
     `operate` includes `read`, and `administrate` includes `operate`; `engine` is for engines alone.
     `adapters`: patterns of the adapters' names that the key is limited to; empty: all adapters.

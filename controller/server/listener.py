@@ -125,7 +125,7 @@ def remote_addresses(address: str) -> Addresses:
 
 
 def own_user() -> int:
-    """Return the only user whose processes may connect to local sockets."""
+    """Return the only user whose processes can connect to local sockets."""
     return os.geteuid()
 
 
@@ -198,7 +198,7 @@ class Listener:
     def bind_missing(self, found: Container[str]) -> Iterator[str]:
         """Bind local sockets again whose files have none of the names `found`, and yield them.
 
-        Their connections stay. Where binding fails, the next call tries again.
+        Their connections stay. If binding fails, the next call tries again.
         """
         for socket, address in self._bound:
             path = address.removeprefix("ipc://")
@@ -235,7 +235,7 @@ class Listener:
 
 
 class AcceptedConnections:
-    """The connections that a listener accepts, for a thread of its own."""
+    """The connections that a listener accepts, for a separate thread."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", addresses: list[str]) -> None:
         self._poller = zmq.Poller()

@@ -23,7 +23,7 @@ from loradock.messages.requests import Generate, LoadAdapter, PrivateRequest
 PRELOADS_MAX: Final = 10_000
 
 _TIMEOUT_MS: Final = 3_600_000
-"""The longest that a request may have: an engine may load its model for many minutes first."""
+"""The longest timeout of a request: an engine may load its model for many minutes first."""
 
 _HALF_NS: Final = _TIMEOUT_MS * 1_000_000 // 2
 
@@ -93,7 +93,7 @@ class DefaultAdapters:
         self.by_modality: Final = {m: _adapter(m, path) for m, path in paths.items()}
 
     def adapter_of(self, message: PrivateRequest) -> DefaultAdapter | None:
-        """Return the default adapter that the request runs with; None where there is none."""
+        """Return the default adapter that the request runs with; None if there is none."""
         match message:
             case Generate(adapter=None, prompt=MultimodalPrompt()):
                 return self.by_modality.get("image")

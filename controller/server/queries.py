@@ -190,7 +190,7 @@ class QueryBudget:
         return max(0, self._next_ns - now_ns)
 
     def begin(self, now_ns: int) -> bool:
-        """Begin a slice; False where a pause has not ended."""
+        """Begin a slice; False if a pause has not ended."""
         if now_ns < self._next_ns:
             return False
         self._started_ns = now_ns

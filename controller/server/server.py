@@ -49,7 +49,7 @@ from loradock.controller.server.preloads import (
 from loradock.controller.server.queries import Queries
 from loradock.controller.server.sessions import ClientSessions
 from loradock.controller.server.snapshot_process import SnapshotProcess
-from loradock.controller.server.supervision import EngineSupervision, EngineWatch, SupervisorLink
+from loradock.controller.server.supervision import EngineSupervision, SupervisorLink
 from loradock.controller.server.transport import Transport
 from loradock.messages import records, requests
 from loradock.messages.commands import RequestInventory, ResendTokens, StartInference
@@ -110,14 +110,12 @@ class Server:
         self._inputs = InputHandler(controller, opened, config.checked, self._progress)
         self._clock = LogicalClock(world.time_ns, clocks)
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
-        watch = EngineWatch(transport.watch, transport.unwatch)
+        is_local = transport.is_local
         self._supervision = EngineSupervision(
-            self._link, watch, self._supervisor, world, transport.is_local
+            self._link, transport.watch, transport.unwatch, is_local, self._supervisor, world
         )
         self._diagnostics = Diagnostics(world)
-        self._admin = Admin(
-            controller, self._diagnostics, self._link, self._snapshots, transport.is_local
-        )
+        self._admin = Admin(controller, self._diagnostics, self._link, self._snapshots, is_local)
         self._settings_file = SettingsFile(Path(config.directory), config.limits, config.policy)
         self._outbox = Outbox(transport.reply)
         access = transport.access
@@ -184,7 +182,7 @@ class Server:
         if first_seq is not None:
             results = self._handle(group, first_seq)
             # These requests are for the next group; the system syncs meanwhile.
-            self._sessions.receive_all(self._transport.receive_requests())
+            self._receive_requests()
             self._perform(group, results)
             self._publish(self._events.take_batch())
         self._answer_reads(ready)
@@ -213,9 +211,9 @@ class Server:
 
     def _check(self) -> list[GroupInput]:
         """Return the clients' inputs that have to be logged, and the timer; answer the others."""
-        self._sessions.receive_all(self._transport.receive_requests())
+        self._receive_requests()
         group: list[GroupInput] = []
-        if self._sessions.has_input:
+        if self._sessions.group or self._sessions.changes:
             for route, message in self._sessions.take_changes():
                 self._outbox.add(route, self._change_settings(message))
             group = self._sessions.take_group()
@@ -223,6 +221,10 @@ class Server:
             self._timer_ns = 0
             group.append(GroupInput(records.TimerFired()))
         return group
+
+    def _receive_requests(self) -> None:
+        if self._transport.has_requests:
+            self._sessions.receive_all(self._transport.receive_requests())
 
     def _log_group(self, group: list[GroupInput]) -> Seq | None:
         """Begin to write a group; returns its first record's number, None if it is refused."""
@@ -257,6 +259,7 @@ class Server:
                 self._start_link(received.message)
             elif type(received.message) is EngineInventory:
                 self._link.open()
+                self._supervision.watch()
             if actions is None:
                 self._after_skip(received)
             else:
@@ -264,7 +267,6 @@ class Server:
             if number % REPLY_INTERVAL == 0:
                 self._reply()
         self._diagnostics.record_group([one.message for one in group], self._iterated_ns)
-        self._supervision.watch()
 
     def _perform_actions(self, actions: list[Action]) -> None:
         for action in actions:
@@ -354,7 +356,7 @@ class Server:
         return self._controller.world.seq
 
     def _timeout_ms(self) -> int:
-        if self._sessions.has_input:
+        if self._sessions.group or self._sessions.changes:
             return 0
         now = time.monotonic_ns()
         left = (self._log_retry_ns if self._pending else self._beat_ns + BEAT_INTERVAL_NS) - now

@@ -79,10 +79,11 @@ class ClientSessions:
         self._payloads = Payloads()
         self._refusals = AnswerWindows(REFUSALS)
         self._resends: dict[RequestId, None] = {}
-        self._group: list[GroupInput] = []
+        # Inputs and changes of settings that wait to be taken; for reading only.
+        self.group: list[GroupInput] = []
+        self.changes: list[tuple[bytes, ChangeSettings]] = []
         self._group_clients: set[str] = set()
         self._later_queries: list[tuple[bytes, str, requests.Query]] = []
-        self._changes: list[tuple[bytes, ChangeSettings]] = []
 
     def receive_all(self, frames: Iterable[tuple[bytes, str, bytes]]) -> None:
         """Process frames, each after its connection and the user of its key."""
@@ -115,7 +116,7 @@ class ClientSessions:
             elif type(message) is StopServer:
                 self._outbox.add(route, self._admin.stop(message))
             elif type(message) is ChangeSettings:
-                self._changes.append((route, message))
+                self.changes.append((route, message))
             else:
                 self._receive(client, message, body)  # type: ignore[arg-type]
 
@@ -124,19 +125,14 @@ class ClientSessions:
         self._diagnostics.refusals.record(refused, time.monotonic_ns())
         self._outbox.add(route, refused)
 
-    @property
-    def has_input(self) -> bool:
-        """Whether inputs or changes of settings wait to be taken."""
-        return bool(self._group or self._changes)
-
     def take_changes(self) -> list[tuple[bytes, ChangeSettings]]:
         """Return and clear the changes of settings, each with the connection of its client."""
-        changes, self._changes = self._changes, []
+        changes, self.changes = self.changes, []
         return changes
 
     def take_group(self) -> list[GroupInput]:
         """Return and clear the inputs for the log; call it once per group, before logging it."""
-        group, self._group = self._group, []
+        group, self.group = self.group, []
         self._group_clients.clear()
         queries, self._later_queries = self._later_queries, []
         for query in queries:
@@ -187,8 +183,8 @@ class ClientSessions:
             return
         self._group_clients.add(client.name)
         if load is not None:
-            self._group.append(GroupInput(load))
-        self._group.append(GroupInput(logged, body_hash, checked=checked))
+            self.group.append(GroupInput(load))
+        self.group.append(GroupInput(logged, body_hash, checked=checked))
 
     def _answer_known(
         self,

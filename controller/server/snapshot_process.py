@@ -71,7 +71,7 @@ class SnapshotProcess:
         self._measured_s = -_SIZES_INTERVAL_S
 
     def on_recovered(self, snapshot: Snapshot | None) -> None:
-        """Note the snapshot that the controller began with."""
+        """Continue after the snapshot that the controller began with."""
         if snapshot is not None:
             self._last_seq = self._snapshot_seq = snapshot.seq
             self._snapshot_time_ns = snapshot.marks[-1].time_ns
@@ -97,7 +97,7 @@ class SnapshotProcess:
             self._end_if_done(self._process)
 
     def close(self) -> None:
-        """End a snapshotter that is at work; the next one makes its snapshot."""
+        """End a running snapshotter; the next one makes its snapshot."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -119,7 +119,7 @@ class SnapshotProcess:
         command = [*process_command("snapshotter"), *arguments]
         try:
             self._output = os.fdopen(os.memfd_create("snapshot", os.MFD_CLOEXEC), "w+b")
-            # In a session of its own: only the parent receives a terminal's Ctrl-C.
+            # In a separate session: only the parent receives a terminal's Ctrl-C.
             self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
                 command,
                 stdin=subprocess.DEVNULL,

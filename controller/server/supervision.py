@@ -9,11 +9,12 @@ import os
 import struct
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import structlog
 
 from loradock.controller.core.world import World
+from loradock.controller.server.engine_link import EngineLink
 from loradock.messages.records import EngineLost
 from loradock.processes.progress import Progress
 
@@ -23,7 +24,6 @@ RESTART: Final = struct.Struct("<Q")
 STOP_ALL: Final = 0
 """In place of a process id: every process has to end, because a client has stopped the server."""
 
-Watch = Callable[[int], None]
 
 log = structlog.get_logger("controller")
 
@@ -40,11 +40,11 @@ class SupervisorLink(NamedTuple):
     launch_id: str = ""
 
     def restart(self, pid: int) -> None:
-        """Let the supervisor restart an engine, if it is the supervisor's."""
+        """Have the supervisor restart an engine, if it is the supervisor's."""
         self._write(pid)
 
     def stop_all(self) -> None:
-        """Let the supervisor end all processes."""
+        """Have the supervisor end all processes."""
         self._write(STOP_ALL)
 
     def _write(self, pid: int) -> None:
@@ -55,67 +55,31 @@ class SupervisorLink(NamedTuple):
                 os.write(self.restart_fd, RESTART.pack(pid))
 
 
-class EngineWatch:
-    """The descriptor of one process, among those that the loop polls."""
-
-    def __init__(self, watch: Watch, unwatch: Watch) -> None:
-        self._watch, self._unwatch = watch, unwatch
-        self._fd = -1
-
-    def has_ended(self, ready: set[int]) -> bool:
-        """Whether the watched process is among the ready descriptors."""
-        return self._fd in ready
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether a process is watched."""
-        return self._fd >= 0
-
-    def start(self, pid: int) -> None:
-        """Watch a process; none must be watched."""
-        # A process that has ended has no descriptor; the heartbeat timeout finds its loss.
-        with contextlib.suppress(OSError):
-            self._fd = os.pidfd_open(pid)
-            self._watch(self._fd)
-
-    def stop(self) -> None:
-        """Watch nothing."""
-        if self._fd >= 0:
-            self._unwatch(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-
-
-class Link(Protocol):
-    """What supervision uses of the link to an engine."""
-
-    engine_id: str
-    peer: bytes
-
-    def is_overdue(self, now_ns: int, step_since_ns: int | None = None) -> bool:
-        """Whether the engine is silent for too long."""
-
-    def detach(self, now_ns: int, *, ended: bool) -> None:
-        """Close the link to the engine, whose process has `ended` or may continue."""
-
-
 class EngineSupervision:
-    """Finds the loss of the engine of a link, and has a process of this machine restarted."""
+    """Finds the loss of the engine of a link, and has a process of this machine restarted.
+
+    `watch` and `unwatch` add and remove a descriptor that the loop polls: the end of the engine's
+    process wakes it. `is_local`: whether a connection is of this machine, where process ids mean
+    the same.
+    """
 
     def __init__(
         self,
-        link: Link,
-        watch: EngineWatch,
+        link: EngineLink,
+        watch: Callable[[int], None],
+        unwatch: Callable[[int], None],
+        is_local: Callable[[bytes], bool],
         supervisor: SupervisorLink,
         world: World,
-        is_local: Callable[[bytes], bool],
     ) -> None:
-        """`is_local`: whether a connection is of this machine, where process ids mean the same."""
-        self._is_local = is_local
         self._link = link
         self._watch = watch
+        self._unwatch = unwatch
+        self._is_local = is_local
         self._supervisor = supervisor
         self._world = world
+        # The descriptor of the watched process.
+        self._fd = -1
 
     def loss_before(self) -> EngineLost | None:
         """Return an engine of an earlier supervisor, with which it has ended.
@@ -129,7 +93,7 @@ class EngineSupervision:
 
     def loss(self, now: int, ready: set[int]) -> EngineLost | None:
         """Detach and return an engine whose process ended, or that is silent for too long."""
-        ended = self._watch.has_ended(ready)
+        ended = self._fd in ready
         # A step that the engine reports only shortens the silence.
         if not ended and not (
             self._link.is_overdue(now) and self._link.is_overdue(now, self._step_since())
@@ -140,7 +104,7 @@ class EngineSupervision:
         log.warning("engine lost", engine=lost.engine_id, reason=reason)
         self._link.detach(now, ended=ended)
         # Now, not once this is logged: an ended process stays ready, and the log may stay full.
-        self._watch.stop()
+        self._stop_watching()
         return lost
 
     def _step_since(self) -> int | None:
@@ -152,13 +116,22 @@ class EngineSupervision:
         """Detach an engine, and have its supervisor (if it is ours) restart it."""
         log.error("engine has to be restarted", engine=engine_id, pid=pid, reason=reason)
         self._link.detach(time.monotonic_ns(), ended=True)
-        self._watch.stop()
+        self._stop_watching()
         self._supervisor.restart(pid)
 
     def watch(self) -> None:
         """Watch the process of the attached engine, if it is one of this machine."""
         engine = self._world.engine
         if engine is None or not self._link.engine_id:
-            self._watch.stop()
-        elif not self._watch.is_watching and self._is_local(self._link.peer):
-            self._watch.start(engine.pid)
+            self._stop_watching()
+        elif self._fd < 0 and self._is_local(self._link.peer):
+            # A process that has ended has no descriptor; the heartbeat timeout finds its loss.
+            with contextlib.suppress(OSError):
+                self._fd = os.pidfd_open(engine.pid)
+                self._watch(self._fd)
+
+    def _stop_watching(self) -> None:
+        if self._fd >= 0:
+            self._unwatch(self._fd)
+            os.close(self._fd)
+            self._fd = -1

@@ -51,7 +51,7 @@ UNSENT_CLIENTS_MAX: Final = 64
 """Bound on the clients that replies wait for."""
 
 DESCRIPTORS_SAFE: Final = 4096
-"""Where the process may have this number of descriptors, connections do not exhaust them."""
+"""If the process can have this number of descriptors, connections do not exhaust them."""
 
 _REFRESH_NS: Final = 20_000_000
 """Interval at which the list of keys is checked for changes while the main loop runs."""
@@ -93,6 +93,8 @@ class Transport:
         self.access: Final = access or Access(store)
         self._poller = zmq.Poller()
         self._ready: set[object] = set()
+        # Whether the last `poll` saw requests.
+        self.has_requests = False
         self._replies: dict[bytes, UnsentReplies] = {}
         self._unread = UnreadReplies()
         # Clients whose connections have ended, of the last `flush`.
@@ -122,7 +124,7 @@ class Transport:
     def _guard_local(self, run: Path, listener: Listener) -> GuardThread:
         """Refuse clients from a number of open descriptors on, the engine from twice that number.
 
-        The others are for what is accepted before the guard runs. Where the process may have few
+        The others are for what is accepted before the guard runs. If the process can have few
         descriptors, the guard has to run before a burst of connections takes them.
         """
         high, most = _descriptors_high()
@@ -198,6 +200,9 @@ class Transport:
     def poll(self, timeout_ms: int) -> set[int]:
         """Wait for a frame or a watched descriptor; return the descriptors that are ready."""
         self._ready = {source for source, _ in self._poller.poll(timeout_ms)}
+        self.has_requests = any(
+            listener.requests in self._ready for listener in self._listeners.values()
+        )
         self._refresh_access()
         self._bind_missing()
         return {source for source in self._ready if isinstance(source, int)}

@@ -1,4 +1,4 @@
-"""What is made of the tables: a `transitions` machine, compiled look-ups, and pictures.
+"""What is made of the tables: a `transitions` machine, and compiled look-ups of the hot path.
 
 A trigger of the machine takes microseconds, so the hot path looks `NEXT_STATE` up instead.
 """
@@ -66,24 +66,3 @@ def next_state(adapter: str, state: AdapterState, trigger: str) -> AdapterState:
     if target is None:
         raise IllegalTransitionError(adapter, state, trigger)
     return target
-
-
-def diagram() -> str:
-    """Return the transitions as a Mermaid state diagram, in the table's order."""
-    names = {state: state.replace("-", "_") for state in STATES}
-    lines = ["stateDiagram-v2"]
-    lines += [f'    state "{state}" as {name}' for state, name in names.items()]
-    lines.append(f"    [*] --> {names[STATES[0]]}")
-    lines += [
-        f"    {names[source]} --> {names[target]}: {trigger}"
-        for source, row in TRANSITIONS.items()
-        for trigger, target in row.items()
-    ]
-    return "\n".join(lines)
-
-
-def steps_in_markdown() -> str:
-    """Return the steps as a table in Markdown: a row for each state, a column for each goal."""
-    rows = [("state \\ goal", *STATES), ("---",) * (len(STATES) + 1)]
-    rows += [(state, *STEPS[state]) for state in STATES]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,103 +1,92 @@
 """Regular expressions as keys of `rank_pattern` and `alpha_pattern`, matched in bounded time.
 
 PEFT matches a key with `re.match(rf"(.*\\.)?({key})$", path)`. `re` backtracks while it holds the
-interpreter's lock, so a hostile key could stop the process. A key is therefore passed to `re` only
-if it belongs to this subset:
-
-    key         = alternative ("|" alternative)*
-    alternative = (item | group | "^" | "$")*
-    group       = ("(" | "(?:") alternative ("|" alternative)* ")" "?"?    without groups inside
-    item        = character (("*" | "+" | "?" | "{m}" | "{m,}" | "{m,n}") "?"?)?    m and n below 10
-    character   = literal | "." | "\\d" | "\\w" | "\\s" | escaped punctuation | set, like "[a-z_]"
-
-No group is repeated, so backtracking reaches each choice at most once on a way through the key, and
-the number of ways is at most the product of the choices. That bound is charged before `re` runs.
+interpreter's lock, so a hostile key could stop the process. RE2 matches in time that is linear in
+the path, within a bound on memory. It has no lookarounds and no backreferences; a key with them is
+refused, and so is one that PEFT would refuse or that RE2 would read differently.
 """
 
 import re
+import time
 from collections.abc import Mapping
-from math import comb, prod
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-STEPS_MAX: Final = 200_000_000
-"""Largest number of steps, of about 10 ns, for matching all paths with the keys of one table."""
+if TYPE_CHECKING:
+    import re2
 
-MATCH_STEPS_MAX: Final = 20_000_000
-"""Largest number of steps for matching one path with one key."""
+CPU_S_MAX: Final = 5.0
+"""Bound on the processor time for the matches of one table; usual tables need milliseconds."""
 
 CHARACTERS_MAX: Final = 65_536
 """Largest total length of the keys of one table that are not plain names."""
 
-_REPEATS_MAX: Final = 4
-_PLAIN_STEPS: Final = 40
-_PATTERN_STEPS: Final = 200
+_MEMORY_BYTES_MAX: Final = 32 << 20
+"""Bound on the memory of one table's compiled keys."""
+
+_KEY_BYTES_MAX: Final = 1 << 16
+"""Bound on the memory of one compiled key: one match takes some milliseconds at most."""
+
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]+\Z")
-_LITERALS: Final = re.compile(r"[A-Za-z0-9_-]*\Z")
-_TOKEN: Final = re.compile(
-    r"""(?P<open>\((?:\?:|(?!\?))) | (?P<close>\)\??) | (?P<bar>\|) | [\^$]
-    | (?P<character> \[(?!\^?\])\^?(?: (?!--)[^\[\]\\&~|] | \\[dws] | \\[^A-Za-z0-9] )+\]
-                   | \\[dws] | \\[^A-Za-z0-9] | [^*+?{}\[\]\\|()^$] )
-      (?:(?P<count>[*+?]|\{\d(?:,\d?)?\})\??)?""",
-    re.VERBOSE,
-)
-_ALLOWED: Final = (
-    r"allowed are literals, '.', \d, \w, \s and sets like [a-z], each with *, +, ? or {m,n} up to "
-    "9; '|'; ^ and $; groups that are not nested and not repeated"
-)
+_DIFFERENT: Final = ("[:", "{,", "[[")
+"""`[[:alpha:]]` is a class for RE2 and a set for `re`, which warns of a nested set; `{,3}` is
+literal for RE2 and a repeat for `re`."""
 
 V = TypeVar("V")
 
 
 class PatternRefused(ValueError):  # noqa: N818 - named like the engine's other errors
-    """A key outside the subset, or keys that need too many steps."""
+    """A key that can't be matched as PEFT does, or keys that take too much time or memory."""
 
 
 class PatternTable(Generic[V]):
-    """Values by pattern: that of the first key that is a path or a dot-bounded suffix of it.
+    """Values by pattern: the value of the first key that is a path or a dot-bounded suffix of it.
 
-    Raises `PatternRefused` for a key outside the subset, and when `STEPS_MAX` is exceeded.
+    Raises `PatternRefused` for a key that is refused, and when `CPU_S_MAX` is exceeded.
     """
 
     def __init__(self, values: Mapping[str, V]) -> None:
-        count = sum(len(key) for key in values if not _PLAIN.match(key))
-        if count > CHARACTERS_MAX:
-            raise PatternRefused(f"patterns have {count} characters; at most {CHARACTERS_MAX}")
-        self._patterns = {key: _Pattern(key) for key in values if not _PLAIN.match(key)}
+        keys = [key for key in values if not _PLAIN.match(key)]
+        if (count := sum(map(len, keys))) > CHARACTERS_MAX:
+            raise PatternRefused(
+                f"patterns must have at most {CHARACTERS_MAX} characters, got {count}"
+            )
+        bytes_max = min(_KEY_BYTES_MAX, _MEMORY_BYTES_MAX // max(1, len(keys)))
+        self._patterns = {key: _compiled(key, bytes_max) for key in keys}
         self._values = dict(values)
         self._found: dict[str, V | None] = {}
-        self._steps_left = STEPS_MAX
+        self._cpu_s = 0.0
 
     def values(self) -> list[V]:
         """Return the values of all keys, in their order."""
         return list(self._values.values())
 
     def find(self, path: str) -> V | None:
-        """Return the value of the first key that matches; None where none does."""
+        """Return the value of the first key that matches; None if none does."""
         if self._values and path not in self._found:
-            self._found[path] = next(
-                (value for key, value in self._values.items() if self._matches(key, path)), None
-            )
+            started_s = time.thread_time()
+            keys = (key for key in self._values if self._matches(key, path))
+            found = next(keys, None)
+            self._found[path] = None if found is None else self._values[found]
+            self._cpu_s += time.thread_time() - started_s
+            if self._cpu_s > CPU_S_MAX:
+                raise PatternRefused(
+                    f"keys that take more than {CPU_S_MAX:g} s to match; use fewer keys, or names "
+                    "instead of patterns"
+                )
         return self._found.get(path)
 
     def _matches(self, key: str, path: str) -> bool:
         pattern = self._patterns.get(key)
-        steps = _PLAIN_STEPS if pattern is None else pattern.steps(path)
-        if steps > MATCH_STEPS_MAX:
-            raise PatternRefused(
-                f"{key[:80]!a} in it, which could need {steps} steps for one module; at most "
-                f"{MATCH_STEPS_MAX} are allowed: use fewer of '.*' and the like"
-            )
-        self._steps_left -= steps
-        if self._steps_left < 0:
-            raise PatternRefused(
-                f"keys up to {key[:80]!a} that could need more than {STEPS_MAX} steps; use fewer "
-                "keys, or keys with fewer of '.*' and the like"
-            )
-        return _matches_plain(key, path) if pattern is None else pattern.matches(path)
+        if pattern is None:
+            return _matches_plain(key, path)
+        # Other characters are in `\w`, `\s` and `$` of `re` alone.
+        if not (path.isascii() and path.isprintable()):
+            raise PatternRefused(f"{key[:80]!a}, and {path!a} is not printable ASCII; use names")
+        return pattern.match(path) is not None
 
 
 def _matches_plain(key: str, path: str) -> bool:
-    """Return whether a key of letters, digits and dots (any character) is a dot-bounded suffix."""
+    """Whether a key of letters, digits and dots (any character) is a dot-bounded suffix."""
     start = len(path) - len(key)
     if start < 0 or (start > 0 and path[start - 1] != "."):
         return False
@@ -105,85 +94,22 @@ def _matches_plain(key: str, path: str) -> bool:
     return tail == key or all(k in (".", c) for k, c in zip(key, tail, strict=True))
 
 
-class _Repeat(NamedTuple):
-    """A repeated character; `count_max` is None where the key sets no limit."""
+def _compiled(key: str, bytes_max: int) -> "re2._Regexp":
+    """Compile a key; raises `PatternRefused` unless it means the same to PEFT."""
+    import re2  # noqa: PLC0415 - few adapters have patterns
 
-    stretch: re.Pattern[str]
-    count_max: int | None
-
-    def ways(self, path: str) -> int:
-        """Return an upper bound for the counts that match at one position of `path`."""
-        longest = max(map(len, self.stretch.findall(path)), default=0)
-        return 1 + (longest if self.count_max is None else min(longest, self.count_max))
-
-
-class _Pattern:
-    """One key of the subset; raises `PatternRefused` for any other key."""
-
-    def __init__(self, key: str) -> None:
-        self._repeats: list[_Repeat] = []
-        try:
-            alternatives, *groups = self._parse(key)
-            # Any part of the path up to a dot may come first. A leading `.*` matches it too.
-            self._has_one_start = len(alternatives) == 1 and key.startswith((".*", "^"))
-            beginning = "" if self._has_one_start else r"(?:.*\.)?"
-            self._regex = re.compile(rf"{beginning}(?:{key})$")
-        except re.error as error:
-            raise PatternRefused(f"{key[:80]!a} is not a pattern: {error.msg}") from None
-        self._alternatives = len(alternatives) * prod(map(_overlaps, groups))
-        self._steps_per_way = 1 + len(key) // 8
-
-    def matches(self, path: str) -> bool:
-        """Return whether the key matches as PEFT defines it."""
-        return self._regex.match(path) is not None
-
-    def steps(self, path: str) -> int:
-        """Return an upper bound for the steps of `matches` and of this estimate."""
-        estimate = _PATTERN_STEPS + 10 * len(path) * len(self._repeats)
-        return estimate + self.ways(path) * self._steps_per_way
-
-    def ways(self, path: str) -> int:
-        """Return an upper bound for the ways through the key that backtracking can take."""
-        starts = 1 if self._has_one_start else 2 + path.count(".")
-        # Repeats can't cover more than the path together, which limits their counts as well.
-        shared = comb(len(path) + len(self._repeats), len(self._repeats))
-        ways = min(shared, prod(repeat.ways(path) for repeat in self._repeats))
-        return starts * ways * self._alternatives
-
-    def _parse(self, key: str) -> list[list[str]]:
-        """Note the repeats; return the texts of the key's alternatives, then of each group's."""
-        groups, is_inside, at = [[""]], False, 0
-        while at < len(key):
-            token = _TOKEN.match(key, at)
-            if token is None or token["open" if is_inside else "close"]:
-                raise PatternRefused(f"{key[:80]!a} has {key[at : at + 8]!a} in it; {_ALLOWED}")
-            inner = groups[-1 if is_inside else 0]
-            if token["open"]:
-                groups.append([""])
-            elif token["bar"] or token["close"] == ")?":
-                inner.append("")
-            elif not token["close"]:
-                inner[-1] += token[0]
-                self._note_repeat(token["character"], token["count"])
-            is_inside = bool(token["open"]) or (is_inside and not token["close"])
-            at = token.end()
-        if len(self._repeats) > _REPEATS_MAX:
-            raise PatternRefused(
-                f"{key[:80]!a} has {len(self._repeats)} of *, +, ? and {{m,n}}; at most "
-                f"{_REPEATS_MAX} are allowed"
-            )
-        return groups
-
-    def _note_repeat(self, character: str | None, count: str | None) -> None:
-        if count and (count in "*+?" or "," in count):
-            limit = "1" if count == "?" else count[3:-1]
-            self._repeats.append(
-                _Repeat(re.compile(f"(?:{character})+"), int(limit) if limit else None)
-            )
-
-
-def _overlaps(alternatives: list[str]) -> int:
-    """Return an upper bound for how many of a group's alternatives match at one position."""
-    if not all(map(_LITERALS.match, alternatives)):
-        return len(alternatives)
-    return max(sum(map(one.startswith, alternatives)) for one in alternatives)
+    options = re2.Options()
+    options.max_mem, options.never_capture, options.log_errors = bytes_max, True, False
+    if not key.isascii() or any(part in key for part in _DIFFERENT):
+        parts = ", ".join(map(repr, _DIFFERENT))
+        raise PatternRefused(f"{key[:80]!a} must be ASCII and must not contain any of {parts}")
+    expression = rf"(.*\.)?({key})$"
+    try:
+        # First by RE2: `re` would take long to compile some keys that RE2 refuses.
+        compiled = re2.compile(expression, options)
+        re.compile(expression)
+    except (re2.error, re.error, RecursionError, OverflowError) as error:
+        found = error.args[0] if error.args else error
+        reason = found.decode(errors="replace") if isinstance(found, bytes) else found
+        raise PatternRefused(f"{key[:80]!a} can't be used as a pattern: {reason}") from None
+    return compiled

@@ -124,58 +124,49 @@ def _check_fit(
         why = f"{why}: {target.unwrapped[name]}" if name in target.unwrapped else why
         problems.add(AdapterDoesNotFit, f"{shown(name)} is {why}")
         return
+    rank_max = target.lora_config.max_lora_rank
+    for text in _misfits(name, lora, shape, rank_max):
+        problems.add(AdapterDoesNotFit, text)
+    if lora.shard == WHOLE:
+        with problems.collecting():
+            check_rank_divisible(name, lora.rank, shape.shard)
+
+
+def _misfits(name: str, lora: LoRALayerWeights, shape: ModuleShape, rank_max: int) -> Iterator[str]:
     is_tokens = shape.kind is ModuleKind.TOKENS
-    rank_max = shape.out_features if is_tokens else target.lora_config.max_lora_rank
-    if not 1 <= lora.rank <= rank_max:
-        problems.add(
-            AdapterDoesNotFit,
-            f"{name} has {lora.rank} tokens; 1 to {rank_max} (the vocabulary) are allowed"
-            if is_tokens
-            else f"{name} has rank {lora.rank}; 1 to {rank_max} (max_lora_rank) are allowed",
-        )
+    if is_tokens and not 1 <= lora.rank <= shape.out_features:
+        most = shape.out_features
+        yield f"{name} has {lora.rank} tokens; 1 to {most} (the vocabulary) are allowed"
+    elif not is_tokens and not 1 <= lora.rank <= rank_max:
+        yield f"{name} has rank {lora.rank}; 1 to {rank_max} (max_lora_rank) are allowed"
     if lora.shard != WHOLE:
-        problems.add(AdapterDoesNotFit, f"{name} is a part of a module; pass whole modules")
+        yield f"{name} is a part of a module; pass whole modules"
         return
     found, expected = (lora.lora_a.shape, lora.lora_b.shape), whole_shapes(shape, lora.rank)
     if found != expected:
-        problems.add(
-            AdapterDoesNotFit,
+        yield (
             f"{name} has A {list(found[0])} and B {list(found[1])}; in this model they are "
-            f"{list(expected[0])} and {list(expected[1])}",
+            f"{list(expected[0])} and {list(expected[1])}"
         )
-    if is_tokens and found == expected:
-        _check_token_ids(name, lora, shape, problems)
-    with problems.collecting():
-        check_rank_divisible(name, lora.rank, shape.shard)
+    elif is_tokens:
+        yield from _wrong_token_ids(name, lora, shape)
     for letter, tensor in (("A", lora.lora_a), ("B", lora.lora_b)):
         if not tensor.dtype.is_floating_point:
-            problems.add(
-                AdapterDoesNotFit,
-                f"{name}'s {letter} must have a floating dtype, got {tensor.dtype}",
-            )
+            yield f"{name}'s {letter} must have a floating dtype, got {tensor.dtype}"
         if tensor.is_meta or tensor.layout is not torch.strided:
             kind = f"{tensor.layout} on {tensor.device}"
-            problems.add(
-                AdapterDoesNotFit,
-                f"{name}'s {letter} must be a dense tensor with values, got {kind}",
-            )
+            yield f"{name}'s {letter} must be a dense tensor with values, got {kind}"
     if not lora.scaling:
-        problems.add(
-            AdapterDoesNotFit,
-            f"{name} has alpha 0, so it would have no effect",
-        )
+        yield f"{name} has alpha 0, so it would have no effect"
 
 
-def _check_token_ids(
-    name: str, lora: LoRALayerWeights, shape: ModuleShape, problems: Problems
-) -> None:
+def _wrong_token_ids(name: str, lora: LoRALayerWeights, shape: ModuleShape) -> Iterator[str]:
     ids = token_ids_of(lora.lora_b)
-    is_sorted = bool((ids[1:] > ids[:-1]).all())
-    if not is_sorted or not 0 <= int(ids[0]) <= int(ids[-1]) < shape.out_features:
-        problems.add(
-            AdapterDoesNotFit,
+    first, last = int(ids[0]), int(ids[-1])
+    if not bool((ids[1:] > ids[:-1]).all()) or not 0 <= first <= last < shape.out_features:
+        yield (
             f"token ids of {name} must be distinct, ascending and below {shape.out_features}, got "
-            f"{int(ids[0])} to {int(ids[-1])}",
+            f"{first} to {last}"
         )
 
 

@@ -32,7 +32,7 @@ from loradock.engine.adapters.target import (
     suffixes,
     target_of,
 )
-from loradock.engine.adapters.weights import ValueRange, open_weights, read_in_memory
+from loradock.engine.adapters.weights import TensorQuery, ValueRange, open_weights, read_in_memory
 from loradock.engine.config import DEFAULT_BOUNDS
 from loradock.engine.errors import AdapterDoesNotFit
 from loradock.engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, token_digits
@@ -180,7 +180,7 @@ class LoRAModel:
             problems.raise_if_any()
             matched = _without_remote(matched.for_experts(local_experts), moe_ep_spec)
             compared = CopyComparisons(matched)
-            found = reader.read(matched.submatrices(), compared.inspectors)
+            found = reader.read(TensorQuery(matched.submatrices(), compared.inspectors))
             if target is not None:
                 matched = compared.settle(found, target, problems)
             files.check_unchanged()
@@ -241,11 +241,11 @@ class LoRAModel:
 class LoadedAdapter:
     """An adapter that was read and checked.
 
-    `fingerprint`: see `start_fingerprint`; empty if a follower read it. `model`: its weights as
-    stored, under id 1; for sharded modules only this process's part. `rank`: its highest.
-    `host_bytes`: the size of the weights. `blob_bytes`: their size once staged, on host and device.
-    `stamp`: of the files and these sizes; it must be equal on all ranks. `warnings`: findings that
-    do not prevent the adapter's use.
+    `fingerprint`: see `TensorQuery.start_fingerprint`; empty if a follower read it. `model`: its
+    weights as stored, under id 1; for sharded modules only this process's part. `rank`: its
+    highest. `host_bytes`: the size of the weights. `blob_bytes`: their size once staged, on host
+    and device. `stamp`: of the files and these sizes; it must be equal on all ranks. `warnings`:
+    findings that do not prevent the adapter's use.
     """
 
     fingerprint: str

@@ -51,6 +51,8 @@ def take_vectors(
     """Return the vectors that the config specifies, by this model's paths, and the other names."""
     is_used = {MAGNITUDE: helper.use_dora, B_BIAS: helper.lora_bias, BIAS: helper.bias != "none"}
     patterns = {role: pattern for role, pattern in _PATTERNS.items() if is_used[role]}
+    if not patterns:
+        return [], [*names]
     vectors: list[OutputVector] = []
     others: list[str] = []
     for name in names:

@@ -75,45 +75,48 @@ def pair_up(
     return pairs
 
 
-class _Flat(NamedTuple):
+def _module_pair(module: str, names: PairNames, tensors: Tensors, helper: PEFTHelper) -> TensorPair:
+    key = helper.key_of(names.source)
+    found = {name: tensors[name] for name in (names.a, names.b) if name is not None}
+    if any(len(tensor.shape) > 2 for tensor in found.values()):
+        found = _as_matrices(module, names, found, helper.of_module(key).rank)
+    return make_pair(module, names, found, helper, key)
+
+
+class _Matrix(NamedTuple):
     """The shape of a convolution's tensor as a matrix."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-def _module_pair(module: str, names: PairNames, tensors: Tensors, helper: PEFTHelper) -> TensorPair:
-    found = {name: _flat(tensors[name]) for name in (names.a, names.b) if name is not None}
-    key = helper.key_of(names.source)
+def _as_matrices(module: str, names: PairNames, tensors: Tensors, rank: int) -> dict[str, HasShape]:
+    """Return the shapes of A `[rank, in, *kernel]` and B `[out, rank, 1, ...]` as matrices.
+
+    The kernel has one to three sizes; `size_difference` compares it with the model's. Refuses other
+    tensors of more than two dimensions, as of experts, and convolutions with groups.
+    """
+    found = {name: _as_matrix(tensor) for name, tensor in tensors.items()}
     if names.b is not None and len(tensors[names.b].shape) > 2:
-        columns, rank = found[names.b].shape[1], helper.rank_of(key)
+        columns = found[names.b].shape[1]
         if columns < rank and rank % columns == 0:
             raise AdapterDoesNotFit(
                 f"{module} has rank {rank} and a B of {columns} columns, as a convolution of "
                 f"{rank // columns} groups; A and B are stored whole, so it is not served"
             )
-    _check_kernel_ranks(module, names, tensors, helper.rank_of(key))
-    return make_pair(module, names, found, helper, key)
-
-
-def _check_kernel_ranks(module: str, names: PairNames, tensors: Tensors, rank: int) -> None:
-    """Refuse tensors of more than two dimensions that are no convolution's, as of experts."""
-    shapes = {name: list(tensors[name].shape) for name in (names.a, names.b) if name is not None}
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     a, b = shapes.get(names.a or "", [rank]), shapes.get(names.b or "", [0, rank])
-    if max(map(len, (a, b))) > 2 and (a[:1] != [rank] or b[1:2] != [rank]):
+    if a[:1] != [rank] or b[1:2] != [rank]:
         raise AdapterDoesNotFit(
             f"{module} has A {a} and B {b}; the config specifies rank {rank}, and only a "
             "convolution's A [rank, in, ...] and B [out, rank, ...] have more than two dimensions"
         )
+    return found
 
 
-def _flat(tensor: HasShape) -> HasShape:
-    """Return the shape of A `[rank, in, *kernel]` or B `[out, rank, 1, ...]` as a matrix.
-
-    The kernel has one to three sizes; `size_difference` compares it with the model's.
-    """
+def _as_matrix(tensor: HasShape) -> HasShape:
     first, *others = tensor.shape or (0,)
-    return _Flat(tensor.dtype, (first, math.prod(others))) if 2 <= len(others) <= 4 else tensor
+    return _Matrix(tensor.dtype, (first, math.prod(others))) if 2 <= len(others) <= 4 else tensor
 
 
 def make_pair(
@@ -132,7 +135,7 @@ def make_pair(
     if names.a is None or names.b is None:
         present, missing = (names.a, "B") if names.b is None else (names.b, "A")
         raise AdapterDoesNotFit(f"{present} has no matching lora_{missing}; both are needed")
-    rank, alpha, scaling = helper.rank_of(key), helper.alpha_of(key), helper.scaling_of(key)
+    rank, alpha, scaling = helper.of_module(key)
     a, b = (_floating_shape(name, tensors[name], 2) for name in (names.a, names.b))
     if a[0] != rank * experts or b[1] != rank * experts:
         each = f" for each of {experts} experts" if experts > 1 else ""

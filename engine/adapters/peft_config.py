@@ -171,15 +171,22 @@ _KNOWN_VARIANTS: Final = frozenset([refusal.field for refusal in FIELD_RULES]).u
 """Fields with names like those of PEFT's variants that are checked above, read, or unused here."""
 
 
+class ModuleScaling(NamedTuple):
+    """A module's rank and alpha, and the factor of its B."""
+
+    rank: int
+    alpha: float
+    scaling: float
+
+
 @dataclass(frozen=True, eq=False)
 class PEFTHelper:
     """The fields of a PEFT config that determine the result.
 
     `target_modules`: names, or one pattern, as in the config; a pattern is not evaluated, because
-    the tensors' names determine the adapted modules. The methods return a module's rank and
-    scaling, patterns included. `exclude_modules`: targets that are not adapted, in the same form.
-    `layers_to_transform`: the only layers that are adapted; None for all. `layers_pattern`: the
-    names of the lists that these layers are in; empty for any list.
+    the tensors' names determine the adapted modules. `exclude_modules`: targets that are not
+    adapted, in the same form. `layers_to_transform`: the only layers that are adapted; None for
+    all. `layers_pattern`: the names of the lists that these layers are in; empty for any list.
     `modules_to_save`: modules that the adapter replaces. `target_parameters`: adapted
     parameters, by path or its end. `base_model_name`: for error texts only. `token_indices`: the
     tokens of trained rows, by the end of an embedding's or head's path; a list alone has the empty
@@ -206,7 +213,6 @@ class PEFTHelper:
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: frozenset[int] | None = None
     layers_pattern: tuple[str, ...] = ()
-
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     ensure_weight_tying: bool = False
 
@@ -313,18 +319,15 @@ class PEFTHelper:
         """The same as `max_position_embeddings`."""
         return self.max_position_embeddings
 
-    def rank_of(self, module: str) -> int:
-        """Return a module's rank; raises `AdapterConfigRefused` if patterns need too many steps."""
-        return _value_for(module, "rank_pattern", self.rank_pattern, self.r)
+    def of_module(self, module: str) -> ModuleScaling:
+        """Return a module's rank, alpha and scaling, patterns included.
 
-    def alpha_of(self, module: str) -> float:
-        """Return a module's alpha; raises like `rank_of`."""
-        return _value_for(module, "alpha_pattern", self.alpha_pattern, self.lora_alpha)
-
-    def scaling_of(self, module: str) -> float:
-        """Return the factor of a module's B: alpha over rank, or over its square root (rsLoRA)."""
-        rank = self.rank_of(module)
-        return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
+        The scaling is alpha over rank, or over its square root (rsLoRA). Raises
+        `AdapterConfigRefused` if patterns need too many steps.
+        """
+        rank = _value_for(module, "rank_pattern", self.rank_pattern, self.r)
+        alpha = _value_for(module, "alpha_pattern", self.alpha_pattern, self.lora_alpha)
+        return ModuleScaling(rank, alpha, alpha / (math.sqrt(rank) if self.use_rslora else rank))
 
     def trained_tokens_of(self, module: str) -> tuple[int, ...] | None:
         """Return the tokens of a module's trained rows in their order; None if it has none.

@@ -24,7 +24,7 @@ from loradock.engine.adapters.peft_config import PEFTHelper, decode_config
 from loradock.engine.adapters.problems import Problems, shown
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.adapters.tensor_names import sort_names
-from loradock.engine.adapters.weights import open_weights
+from loradock.engine.adapters.weights import TensorQuery, open_weights
 from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
 from loradock.engine.errors import AdapterNotFound, EngineError, bounded_details
 from loradock.engine.layout import blob_bytes
@@ -142,12 +142,9 @@ def _read(
         check_expert_format(is_3d_lora_weight, matched)
     problems.raise_if_any()
     compared = CopyComparisons(matched)
-    found = reader.read(
-        matched.submatrices(model.modules),
-        compared.inspectors,
-        config if known is None and not is_follower else None,
-        measures=known is None,
-    )
+    digested = config if known is None and not is_follower else None
+    wanted = matched.submatrices(model.modules)
+    found = reader.read(TensorQuery(wanted, compared.inspectors, digested, known is None))
     matched = compared.settle(found, model, problems)
     dtype = model.lora_config.dtype
     # Experts of other ranks are checked by these.

@@ -7,8 +7,8 @@ parts are read.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -27,8 +27,6 @@ from loradock.engine.config import AdapterBounds
 from loradock.engine.errors import AdapterUnsound
 from loradock.engine.memory import allocate_host
 from loradock.engine.submatrix import WHOLE_TENSOR, Submatrix, byte_ranges_of
-
-T = TypeVar("T")
 
 _PREFIX: Final = b"loradock adapter 1\0"
 _CHUNK_BYTES: Final = 1 << 20
@@ -75,7 +73,56 @@ Inspector = Callable[[torch.Tensor], bool]
 Inspectors = Mapping[str, Inspector]
 """The inspectors of tensors that are not among the wanted, by name."""
 
-NO_INSPECTORS: Final[Inspectors] = MappingProxyType({})
+
+class AskedTensor(NamedTuple):
+    """The part of a tensor that is wanted, or None, and its inspector, or None."""
+
+    part: Submatrix | None
+    inspector: Inspector | None
+
+
+@dataclass(frozen=True)
+class TensorQuery:
+    """The parts of tensors to read, and the inspectors of others.
+
+    With the adapter's `config` the fingerprint is computed, so every byte is read. Value ranges are
+    those of whole tensors then, else of the parts; they are left out unless `measures`.
+    """
+
+    wanted: Wanted
+    inspectors: Inspectors = field(default_factory=dict)
+    config: bytes | None = None
+    measures: bool = True
+
+    def of(self, name: str) -> AskedTensor | None:
+        """Return what is asked of a tensor; None if it is neither wanted nor inspected."""
+        asked = AskedTensor(self.wanted.get(name), self.inspectors.get(name))
+        return None if asked == (None, None) else asked
+
+    def reads_whole(self, asked: AskedTensor) -> bool:
+        """Return whether all of a tensor is read, and not only its wanted part."""
+        return self.config is not None or asked.part is None
+
+    def within(self, tensors: Tensors) -> "TensorQuery":
+        """Return the query for some of the tensors."""
+        wanted = {name: part for name, part in self.wanted.items() if name in tensors}
+        inspectors = {name: one for name, one in self.inspectors.items() if name in tensors}
+        return replace(self, wanted=wanted, inspectors=inspectors)
+
+    def start_fingerprint(self, file_bytes: int) -> xxhash.xxh3_128 | None:
+        """Return the digest of a file's fingerprint up to its bytes; None if none is computed.
+
+        A fingerprint is xxh3 of 128 bits, in hex, over a fixed prefix, the lengths of config and
+        weights file (8 bytes each, little-endian), and the bytes of both. It distinguishes
+        versions; it is not secure against deliberate collisions.
+        """
+        if self.config is None:
+            return None
+        digest = xxhash.xxh3_128(_PREFIX)
+        for length in (len(self.config), file_bytes):
+            digest.update(length.to_bytes(8, "little"))
+        digest.update(self.config)
+        return digest
 
 
 class ReadTensors(NamedTuple):
@@ -94,34 +141,9 @@ class WeightsFile(Protocol):
         """All tensors of the file, by name."""
         ...
 
-    def read(
-        self,
-        wanted: Wanted,
-        inspectors: Inspectors = NO_INSPECTORS,
-        config: bytes | None = None,
-        *,
-        measures: bool = True,
-    ) -> ReadTensors:
-        """Return the wanted parts, and the inspected tensors that are wanted too, with ranges.
-
-        With the adapter's `config` the fingerprint is computed, and ranges are those of whole
-        tensors. Ranges are left out unless `measures`.
-        """
+    def read(self, query: TensorQuery) -> ReadTensors:
+        """Return what the query asks for; inspected tensors only if they turn out to be wanted."""
         ...
-
-
-def start_fingerprint(config: bytes, file_bytes: int) -> xxhash.xxh3_128:
-    """Return the digest of an adapter's fingerprint, up to the bytes of its weights file.
-
-    A fingerprint is xxh3 of 128 bits, in hex, over a fixed prefix, the lengths of config and
-    weights file (8 bytes each, little-endian), and the bytes of both. It distinguishes versions; it
-    is not secure against deliberate collisions.
-    """
-    digest = xxhash.xxh3_128(_PREFIX)
-    for length in (len(config), file_bytes):
-        digest.update(length.to_bytes(8, "little"))
-    digest.update(config)
-    return digest
 
 
 def open_weights(files: Sequence[OpenFile], bounds: AdapterBounds) -> WeightsFile:
@@ -158,37 +180,30 @@ class SafetensorsFile:
         self._stored = parse_header(header, file.size_bytes, bounds)
         self.tensors = {tensor.name: tensor for tensor in self._stored}
 
-    def read(
-        self,
-        wanted: Wanted,
-        inspectors: Inspectors = NO_INSPECTORS,
-        config: bytes | None = None,
-        *,
-        measures: bool = True,
-    ) -> ReadTensors:
+    def read(self, query: TensorQuery) -> ReadTensors:
         """Read tensor after tensor; see `WeightsFile`."""
         found = ReadTensors({}, {})
-        digest = None if config is None else start_fingerprint(config, self._file.size_bytes)
+        digest = query.start_fingerprint(self._file.size_bytes)
         if digest is not None:
             digest.update(self._start)
         for stored in self._stored:
-            part, inspector = wanted.get(stored.name), inspectors.get(stored.name)
-            if part is not None or inspector is not None:
-                is_whole = digest is not None or part is None
-                tensor, raw = self._read_part(stored, part, is_whole=is_whole)
+            asked = query.of(stored.name)
+            if asked is not None:
+                is_whole = query.reads_whole(asked)
+                tensor, raw = self._read_part(stored, None if is_whole else asked.part)
                 if digest is not None:
                     digest.update(raw)
-                _add(found, stored.name, tensor, part, inspector, is_whole, measures)
+                _add(found, stored.name, tensor, asked, query)
             elif digest is not None:
                 for chunk in self._chunks(stored):
                     digest.update(chunk)
         return found if digest is None else found._replace(fingerprint=digest.hexdigest())
 
     def _read_part(
-        self, stored: StoredTensor, part: Submatrix | None, *, is_whole: bool
+        self, stored: StoredTensor, part: Submatrix | None
     ) -> tuple[torch.Tensor, memoryview]:
-        """Read a part of a tensor, or all of it; return it, and its bytes."""
-        part = WHOLE_TENSOR if is_whole or part is None else part
+        """Read a part of a tensor, None for all of it; return it, and its bytes."""
+        part = part or WHOLE_TENSOR
         tensor = allocate_host(part.shape_in(stored.shape), stored.dtype, pin=False)
         raw: memoryview = tensor.view(torch.uint8).numpy().data.cast("B")
         if part == WHOLE_TENSOR:
@@ -214,44 +229,33 @@ class WholeFile:
         self.tensors = tensors
         self._raw = raw
 
-    def read(
-        self,
-        wanted: Wanted,
-        inspectors: Inspectors = NO_INSPECTORS,
-        config: bytes | None = None,
-        *,
-        measures: bool = True,
-    ) -> ReadTensors:
+    def read(self, query: TensorQuery) -> ReadTensors:
         """Copy parts of the tensors, because several may share memory; see `WeightsFile`."""
         found = ReadTensors({}, {})
         for name, tensor in self.tensors.items():
-            part, inspector = wanted.get(name), inspectors.get(name)
-            if part is not None or inspector is not None:
-                selected = tensor if part is None or config is not None else part.select(tensor)
+            asked = query.of(name)
+            if asked is not None:
+                is_whole = query.reads_whole(asked)
+                selected = tensor if is_whole or asked.part is None else asked.part.select(tensor)
                 copied = selected.clone(memory_format=torch.contiguous_format)
-                _add(found, name, copied, part, inspector, config is not None, measures)
-        if config is None:
+                _add(found, name, copied, asked, query)
+        digest = query.start_fingerprint(len(self._raw))
+        if digest is None:
             return found
-        digest = start_fingerprint(config, len(self._raw))
         digest.update(self._raw)
         return found._replace(fingerprint=digest.hexdigest())
 
 
-def _add(  # noqa: PLR0913, PLR0917 - what is known of a tensor
-    found: ReadTensors,
-    name: str,
-    tensor: torch.Tensor,
-    part: Submatrix | None,
-    inspector: Inspector | None,
-    is_whole: bool,
-    measures: bool,
+def _add(
+    found: ReadTensors, name: str, tensor: torch.Tensor, asked: AskedTensor, query: TensorQuery
 ) -> None:
     """Add the wanted part of a tensor, which has been read whole or as that part."""
+    part, inspector = asked
     if inspector is not None and not inspector(tensor) and part is None:
         return
-    if measures:
+    if query.measures:
         found.ranges[name] = value_range(tensor)
-    if is_whole and part not in (None, WHOLE_TENSOR):
+    if part is not None and part != WHOLE_TENSOR and query.reads_whole(asked):
         # A copy, so that the memory of the whole tensor is freed.
         tensor = part.select(tensor).clone()
     found.tensors[name] = tensor
@@ -274,29 +278,17 @@ class ShardedFile:
             tensors |= shard.tensors
         self.tensors: Mapping[str, HasShape] = tensors
 
-    def read(
-        self,
-        wanted: Wanted,
-        inspectors: Inspectors = NO_INSPECTORS,
-        config: bytes | None = None,
-        *,
-        measures: bool = True,
-    ) -> ReadTensors:
+    def read(self, query: TensorQuery) -> ReadTensors:
         """Read shard after shard; see `WeightsFile`."""
         found, fingerprints = ReadTensors({}, {}), ""
         for shard in self._shards:
-            inspected = _within(inspectors, shard)
-            read = shard.read(_within(wanted, shard), inspected, config, measures=measures)
+            read = shard.read(query.within(shard.tensors))
             found.tensors.update(read.tensors)
             found.ranges.update(read.ranges)
             fingerprints += read.fingerprint
-        if config is None:
+        if query.config is None:
             return found
         return found._replace(fingerprint=xxhash.xxh3_128_hexdigest(fingerprints.encode()))
-
-
-def _within(named: Mapping[str, T], shard: WeightsFile) -> dict[str, T]:
-    return {name: one for name, one in named.items() if name in shard.tensors}
 
 
 def read_in_memory(

@@ -162,7 +162,8 @@ class Engine:
         `now_s`: rank 0's monotonic time, by which all ranks decide; None for this process's own.
         """
         self.residency.collect()
-        self.residency.checked.expire(time.monotonic() if now_s is None else now_s)
+        if self.residency.checked.size_bytes:
+            self.residency.checked.expire(time.monotonic() if now_s is None else now_s)
         self._inference.collect()
         self._preemption.after_step()
         collected = self._outbox.copy()

@@ -35,7 +35,7 @@ EXIT_MEANINGS: Final[dict[ExitCode, str]] = {
     "(L003, L005, L007, L008, L009, L010, L013, L016)",
     ExitCode.NO_ROOM: "no space, out of memory or overloaded; may succeed later (L001, L004, L015)",
     ExitCode.UNREACHABLE: "server or engine gone or stopping, or no answer in time (L011, L018)",
-    ExitCode.LOG: "the log is damaged, diverges, or can't be written (L014)",
+    ExitCode.LOG: "the log is corrupt, diverges, or can't be written (L014)",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
 }
 

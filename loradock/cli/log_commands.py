@@ -19,12 +19,12 @@ from loradock.cli.options.groups import OptionGroup, parameter, with_option_grou
 
 if TYPE_CHECKING:
     from loradock.cli.output import Output
-    from loradock.controller.log.format import LogDamaged
+    from loradock.controller.log.format import LogCorrupt
     from loradock.controller.log.repair import RepairPlan
     from loradock.controller.log.replay import ReplayResult
 
 app = typer.Typer()
-log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and repair damage.")
+log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and repair corruption.")
 app.add_typer(log_app, name="log")
 
 _REPAIR_HINT = "`loradock log repair` shows whether it can be mended, or what a cut would lose"
@@ -124,22 +124,22 @@ def _show_replay(output: "Output", result: "ReplayResult") -> None:
 
 @log_app.command()
 def verify(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """Read the whole log, its snapshots and event files; print their size and their damage.
+    """Read the whole log, its snapshots and events; print their size and their corruption.
 
-    A torn tail is not damage.
+    A torn tail is not corruption.
     """
-    from loradock.controller.log.verification import verify as verify_log
+    from loradock.controller.log.repair import verify as verify_log
 
     output = output_of(ctx, as_json)
     with open_log(directory_of(ctx)) as log_directory, output.progress("reading the log"):
         result = verify_log(log_directory)
-    fields = {**result.segments._asdict(), "damage": None}
-    if result.segments.damage is not None:
-        fields["damage"] = _damage(result.segments.damage)
+    fields = {**result.segments._asdict(), "corruption": None}
+    if result.segments.corruption is not None:
+        fields["corruption"] = _corruption(result.segments.corruption)
     fields |= {name: value for name, value in result._asdict().items() if name != "segments"}
     print_fields(output, fields)
-    if result.segments.damage is not None:
-        raise CommandError(ExitCode.LOG, str(result.segments.damage), _REPAIR_HINT)
+    if result.segments.corruption is not None:
+        raise CommandError(ExitCode.LOG, str(result.segments.corruption), _REPAIR_HINT)
     if result.problems:
         hint = "`loradock log compact` makes what is wrong again from the records"
         raise CommandError(ExitCode.LOG, result.problems[0], hint)
@@ -153,9 +153,9 @@ def repair(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Flip a single flipped bit back, or cut the log where its damage begins.
+    """Cut the log where its corruption begins.
 
-    Damaged segments that no restart needs are only renamed. The damaged file is kept next to the
+    Corrupt segments that no restart needs are only renamed. The corrupt file is kept next to the
     log.
     """
     from loradock.controller.log.repair import repair as repair_log
@@ -164,10 +164,10 @@ def repair(
     output = output_of(ctx, as_json)
     with open_log(directory_of(ctx)) as log_directory, output.progress("reading the log"):
         plan = repair_log(log_directory) if yes else repair_plan(log_directory)
-        is_damaged = plan is not None and repair_plan(log_directory) is not None
-    print_fields(output, _plan(plan, is_damaged, done=yes))
-    if yes and is_damaged:
-        raise CommandError(ExitCode.LOG, "there is other damage after this", "repair it as well")
+        is_corrupt = plan is not None and repair_plan(log_directory) is not None
+    print_fields(output, _plan(plan, is_corrupt, done=yes))
+    if yes and is_corrupt:
+        raise CommandError(ExitCode.LOG, "more is corrupt after this", "repair it as well")
     if plan is not None and not yes:
         action = _ACTIONS[_action(plan)]
         raise CommandError(
@@ -177,36 +177,31 @@ def repair(
 
 _ACTIONS: Final = {
     "cut": "cuts the log",
-    "flip": "flips the bit back",
     "rename": "renames the segments that no restart needs",
 }
 
 
 def _action(plan: "RepairPlan") -> str:
-    if plan.snapshot is not None:
-        return "rename"
-    return "cut" if plan.flip is None else "flip"
+    return "cut" if plan.snapshot is None else "rename"
 
 
-def _plan(plan: "RepairPlan | None", is_damaged: bool, done: bool) -> dict[str, Any]:
+def _plan(plan: "RepairPlan | None", is_corrupt: bool, done: bool) -> dict[str, Any]:
     if plan is None:
-        return {"damaged": False, "repaired": False}
-    flip = None if plan.flip is None else plan.flip._asdict()
+        return {"corrupt": False, "repaired": False}
     return {
-        "damaged": is_damaged,
+        "corrupt": is_corrupt,
         "repaired": done,
         "action": _action(plan),
         **plan._asdict(),
-        "flip": flip,
     }
 
 
-def _damage(damage: "LogDamaged") -> dict[str, Any]:
+def _corruption(corruption: "LogCorrupt") -> dict[str, Any]:
     return {
-        "file": damage.file,
-        "offset": damage.offset,
-        "seq": damage.seq,
-        "reason": damage.reason,
+        "file": corruption.file,
+        "offset": corruption.offset,
+        "seq": corruption.seq,
+        "reason": corruption.reason,
     }
 
 
@@ -241,7 +236,7 @@ def _readable_value(value: Any) -> str:
 def open_log(directory: Path) -> Iterator[Path]:
     """Yield the log's directory; an error of the log becomes a `CommandError`."""
     from loradock.controller.core.limits import LimitsError
-    from loradock.controller.log.format import LogBusy, LogDamaged, LogError
+    from loradock.controller.log.format import LogBusy, LogCorrupt, LogError
 
     log_directory = directory / "log"
     if not log_directory.is_dir():
@@ -254,7 +249,7 @@ def open_log(directory: Path) -> Iterator[Path]:
         yield log_directory
     except LogBusy as error:
         raise CommandError(ExitCode.REFUSED, str(error)) from error
-    except LogDamaged as error:
+    except LogCorrupt as error:
         raise CommandError(ExitCode.LOG, str(error), _REPAIR_HINT) from error
     except (LogError, LimitsError) as error:
         raise CommandError(ExitCode.LOG, str(error)) from error

@@ -114,7 +114,7 @@ def compact(
     as_json: AsJson = False,
 ) -> None:
     """Make a snapshot of the whole log, and drop or archive what no restart needs."""
-    from loradock.controller.log.maintenance import compact as compact_log
+    from loradock.controller.log.repair import compact as compact_log
     from loradock.controller.log.retention import retention_from
 
     output = output_of(ctx, as_json)
@@ -142,8 +142,8 @@ def skip(
 
     The record stays in the log, and that it is skipped is logged too.
     """
-    from loradock.controller.log.maintenance import record_at
-    from loradock.controller.log.maintenance import skip as skip_record
+    from loradock.controller.log.repair import record_at
+    from loradock.controller.log.repair import skip as skip_record
 
     output = output_of(ctx, as_json)
     with open_log(directory_of(ctx)) as log_directory:

@@ -244,7 +244,7 @@ COMMANDS: Final = {
         Entry("events", _streaming, "Print the life-cycle events, in order and without gaps."),
     ),
     "Log": (
-        Entry("log", _log_state_commands, "Check the log's files, and repair damage."),
+        Entry("log", _log_state_commands, "Check the log's files, and repair corruption."),
         Entry(
             "replay",
             _log_state_commands,

@@ -95,11 +95,11 @@ def timeline(ctx: typer.Context, first: From = 0, last: To = None, output: Out =
 def events_of(directory: Path) -> list[Published]:
     """Return the events that a server's directory holds, oldest first; raises `CommandError`.
 
-    Older ones are in event files; those after the newest snapshot are made by a replay.
+    Older ones are in a database; those after the newest snapshot are made by a replay.
     """
     from loradock.cli.log_commands import open_log
     from loradock.controller.core.actions import PublishEvent
-    from loradock.controller.log.event_files import EventReader
+    from loradock.controller.log.events import EventReader
     from loradock.controller.log.replay import replay
 
     found: list[Published] = []

@@ -1,7 +1,7 @@
 """The log of a process on stderr, in one format for all processes; it never waits and never raises.
 
-A thread writes the lines. While none is read (a full pipe, a stopped terminal), a bounded
-number is kept, later ones are dropped, and their number is reported with the next line.
+A thread writes the lines. While stderr is not read (a full pipe, a stopped terminal), a bounded
+amount is kept, later lines are dropped, and their number is reported with the next line.
 """
 
 import atexit
@@ -10,8 +10,8 @@ import os
 import select
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Final
 
@@ -20,9 +20,8 @@ import structlog
 
 from loradock.messages.engine_options import LogFormat
 
-LINES_MAX: Final = 8192
 BYTES_MAX: Final = 8 << 20
-"""Bounds on the lines that wait to be written."""
+"""Bound on the lines that wait to be written."""
 
 LINE_CHARACTERS_MAX: Final = 64 << 10
 """A longer line is cut; in JSON its event is cut, so that the line stays valid."""
@@ -32,23 +31,21 @@ _FLUSH_S: Final = 1.0
 
 
 class LineWriter:
-    """Writes lines to a descriptor on a thread; `dropped_line` makes the report of dropped ones."""
+    """Writes lines to a descriptor on a thread; `dropped_line` makes the report of dropped lines.
+
+    `bytes_max` bounds the lines that wait, and the one that is being written.
+    """
 
     def __init__(
-        self,
-        fd: int,
-        dropped_line: Callable[[int], str],
-        lines_max: int = LINES_MAX,
-        bytes_max: int = BYTES_MAX,
+        self, fd: int, dropped_line: Callable[[int], str], bytes_max: int = BYTES_MAX
     ) -> None:
         self._fd = fd
         self._dropped_line = dropped_line
-        self._lines_max = lines_max
         self._bytes_max = bytes_max
-        self._lines: deque[bytes] = deque()
-        self._size_bytes = 0
-        self._is_writing = False
+        self._bytes = 0
         self.dropped = 0
+        # Both are reentrant: a finalizer can log while a line is added.
+        self._lines: SimpleQueue[bytes] = SimpleQueue()
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
@@ -56,44 +53,32 @@ class LineWriter:
         """Add a line; it is dropped if too many wait."""
         data = line.encode(errors="backslashreplace") + b"\n"
         with self._changed:
-            is_full = len(self._lines) >= self._lines_max
-            if is_full or self._size_bytes + len(data) > self._bytes_max:
+            if self._bytes + len(data) > self._bytes_max:
                 self.dropped += 1
                 return
             if self.dropped:
-                report = self._dropped_line(self.dropped).encode() + b"\n"
-                self._append(report)
+                data = self._dropped_line(self.dropped).encode() + b"\n" + data
                 self.dropped = 0
-            self._append(data)
-            self._changed.notify_all()
+            self._bytes += len(data)
+            self._lines.put(data)
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Wait until all lines are written; False if that takes longer."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._lines and not self._is_writing, timeout_s
-            )
-
-    def _append(self, data: bytes) -> None:
-        self._lines.append(data)
-        self._size_bytes += len(data)
+            return self._changed.wait_for(lambda: not self._bytes, timeout_s)
 
     def _run(self) -> None:
         while True:
+            data = self._lines.get()
+            self._write(memoryview(data))
             with self._changed:
-                self._is_writing = False
+                self._bytes -= len(data)
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._lines)
-                data = self._lines.popleft()
-                self._size_bytes -= len(data)
-                self._is_writing = True
-            self._write_all(data)
 
-    def _write_all(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
+    def _write(self, data: memoryview) -> None:
+        while data:
             try:
-                view = view[os.write(self._fd, view) :]
+                data = data[os.write(self._fd, data) :]
             except BlockingIOError:
                 select.select((), (self._fd,), ())
             except OSError:
@@ -134,7 +119,7 @@ class _ProcessLog:
 def configure(log_format: str = "console", name: str = "", log_level: str = "info") -> None:
     """Make all loggers of this process, and its uncaught exceptions, lines on stderr.
 
-    `name` is that of loggers without a name. Tracebacks are plain: structlog's own show the local
+    `name` is the name of loggers without one. Tracebacks are plain: structlog's own show the local
     variables of every frame, which may be prompts and may take seconds to print.
     """
     if log_format not in ("console", "json"):
@@ -191,7 +176,7 @@ def _json_processors() -> list[Any]:
 
 
 def _as_json(_logger: object, _method: str, line: Any) -> str:
-    """Return a line as strict JSON; values that have no form in it become texts."""
+    """Return a line as strict JSON; values that have no form in it become strings."""
     try:
         return msgspec.json.encode(line, enc_hook=str).decode()
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -204,7 +189,7 @@ def _text(value: object) -> str:
 
 
 def _cut(_logger: object, _method: str, line: Any) -> Any:
-    """Bound the length of each text of a line."""
+    """Bound the length of each string of a line."""
     return {
         key: value[:LINE_CHARACTERS_MAX] if isinstance(value, str) else value
         for key, value in line.items()

@@ -6,7 +6,7 @@ import pytest
 
 from loradock.cli.timeline import Bar, Mark, draw, events_of, svg_of
 from loradock.controller.core.limits import RULES, Limits, limits_to
-from loradock.controller.log.event_files import EventWriter
+from loradock.controller.log.events import EventWriter
 from loradock.controller.log.writer import Log
 from loradock.messages import events as ev
 from loradock.messages.errors import ErrorCode
@@ -105,12 +105,11 @@ def test_a_recorded_log_is_drawn(directory):
     assert part.stdout.count("<rect") == 1
 
 
-def test_older_events_are_read_from_event_files(directory):
+def test_older_events_are_read_from_the_database(directory):
     made = events_of(directory)
-    older = EventWriter(directory / "log")
-    # The file has other events than the replay, so that its use is visible.
-    older.add([ev.Published(one.seq, one.time_ns, ev.AdapterHeld("older")) for one in made[:3]])
-    older.close()
+    with EventWriter(directory / "log") as older:
+        # Other events than those of the replay, so that the use of the database is visible.
+        older.add([ev.Published(one.seq, one.time_ns, ev.AdapterHeld("older")) for one in made[:3]])
     found = events_of(directory)
     assert [one.event for one in found[:3]] == [ev.AdapterHeld("older")] * 3
     assert found[3:] == made[3:]

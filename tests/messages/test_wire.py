@@ -6,8 +6,8 @@ last is written by this version, and all of them are read. Entries are added, ne
 - A new message: write its example in `message_examples.py`, then run
   `PYTHONPATH=. python tests/messages/test_wire.py`; it adds what is missing and nothing else.
 - A new field at the end, with a default: set it in the example, then run the same with the names
-  of the longer messages (`request of protocol 2/LoadAdapter record/LoadAdapter`). The old bytes
-  stay.
+  of the longer messages (`request of protocol 2/LoadAdapter record of format 2/LoadAdapter`). The
+  old bytes stay.
 - Any other change needs a new `PROTOCOL_VERSION` or `FORMAT`, which is part of the new names.
 
 Frames of protocol 1 (`request/LoadAdapter`) are refused by their version.
@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from loradock.messages.commands import Command
 from loradock.messages.errors import ErrorCode
 from loradock.messages.events import Event, Published
-from loradock.messages.records import Header, Input, Record, RecordOfFormat1
+from loradock.messages.records import Header, Input, Record
 from loradock.messages.reports import Report
 from loradock.messages.requests import (
     Reply,
@@ -101,10 +101,8 @@ CASES |= {
 }
 for member in members(Input):
     if member in EXAMPLES:
-        old = RecordOfFormat1(TIME_NS, EXAMPLES[member], b"\x00client", "d1")
-        new = Record(TIME_NS, EXAMPLES[member], "d1", 2**64 - 1, SEQ)
-        CASES |= {f"record/{member.__name__}": in_log(old)}
-        CASES |= {f"record of format 2/{member.__name__}": in_log(new)}
+        record = Record(TIME_NS, EXAMPLES[member], "d1", 2**64 - 1, SEQ)
+        CASES |= {f"record of format 2/{member.__name__}": in_log(record)}
 CASES["header"] = in_log(EXAMPLES[Header])
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import RULES, RULES_READ, limits_from, limits_to
-from loradock.messages.records import Input, Record, RecordOfFormat1
+from loradock.messages.records import Input, Record
 from tests.support.simulation.workload import random_history
 
 HISTORIES = Path(__file__).parents[2] / "histories"
@@ -30,7 +30,6 @@ STEPS = 300
 DIGEST_INTERVAL = 50
 
 _decoder = msgspec.msgpack.Decoder(Record)
-_decoder_of_rules_1 = msgspec.msgpack.Decoder(RecordOfFormat1)
 
 
 def files(rules: int) -> list[Path]:
@@ -38,12 +37,11 @@ def files(rules: int) -> list[Path]:
     return sorted(HISTORIES.glob(f"rules-{rules}-*.jsonl"))
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[Record | RecordOfFormat1]]:
+def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
     """Return a history's head and records."""
     first, *lines = path.read_text().splitlines()
     head = msgspec.json.decode(first)
-    decoder = _decoder_of_rules_1 if head["rules"] == 1 else _decoder
-    return head, [decoder.decode(bytes.fromhex(line)) for line in lines]
+    return head, [_decoder.decode(bytes.fromhex(line)) for line in lines]
 
 
 def write(path: Path, seed: int) -> None:

@@ -1,8 +1,7 @@
 """A log's adapters and goals are carried to a log of any rules, and nothing is imported by halves.
 
-`golden/demo-log` is the log of a demo at the first milestone, of format 1 and rules 1: 720
-generations on eight adapters and three slots, a controller and an engine that were killed. It is
-kept for ever.
+`golden/demo-log` is the log of a demo at the first milestone, of rules 1, in segments of format 2:
+720 generations on eight adapters and three slots, a controller and an engine that were killed.
 """
 
 import json
@@ -85,7 +84,7 @@ def test_an_imported_log_is_written_on(tmp_path: Path) -> None:
         log.append([Record(state.time_ns + 1, ControllerStarted(1 << 40))], 1 << 40)
         inventory = EngineInventory("engine", 1, "model", limits.slots_max, 1 << 40)
         log.append([Record(state.time_ns + 2, inventory)], 1 << 40)
-    assert verify(directory).damage is None
+    assert verify(directory).corruption is None
     result = replay(directory, checked=True)
     assert (result.inputs, result.snapshot_seq) == (seq + 2, seq)
     assert result.controller is not None

@@ -11,10 +11,11 @@ import pytest
 
 from loradock.controller.log.format import (
     CHAIN_START,
-    LogDamaged,
+    LogCorrupt,
     LogForeign,
     frame_header,
     frame_records,
+    whole_frames,
 )
 from loradock.controller.log.segments import read, segments, verify
 from loradock.controller.log.writer import Log
@@ -44,15 +45,15 @@ def numbers(directory: Path, first_seq: int = 0) -> list[int]:
     return [seq for seq, _, _ in read(directory, first_seq)]
 
 
-def damage_in(directory: Path) -> tuple[str, int, int]:
-    """Return the place of the damage, which reading and verifying find without any change."""
+def corruption_in(directory: Path) -> tuple[str, int, int]:
+    """Return the place of the corruption, which reading and verifying find without any change."""
     before = {path: path.read_bytes() for path in directory.iterdir()}
-    with pytest.raises(LogDamaged) as caught:
+    with pytest.raises(LogCorrupt) as caught:
         numbers(directory)
     found = caught.value
     assert found.code is ErrorCode.LOG_UNAVAILABLE
     assert all(str(part) in str(found) for part in (found.file, found.offset, found.seq))
-    verified = verify(directory).damage
+    verified = verify(directory).corruption
     assert verified is not None
     assert (verified.file, verified.offset, verified.seq) == (found.file, found.offset, found.seq)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
@@ -87,10 +88,10 @@ def test_reading_only_headers_checks_the_records_too(directory: Path) -> None:
         seq_of(file) for file in files(directory)
     ]
     flip(files(directory)[2], 600)
-    with pytest.raises(LogDamaged):
+    with pytest.raises(LogCorrupt):
         list(segments(directory))
     found, first_records = segments(directory), []
-    with pytest.raises(LogDamaged):
+    with pytest.raises(LogCorrupt):
         first_records.extend(next(records) for _, records in found)
     assert len(first_records) == 3
 
@@ -142,20 +143,26 @@ def test_the_only_segment_cut_at_any_byte_of_its_header_is_replaced(tmp_path: Pa
         file.write_bytes(data[:cut])
         with Log.open(tmp_path, HEADER) as log:
             assert log.next_seq == 1
-        assert verify(tmp_path).damage is None
+        assert verify(tmp_path).corruption is None
 
 
-def test_a_flip_of_any_bit_is_damage_also_in_the_last_record(directory: Path) -> None:
-    """Random bits of whole files; `test_format` and `test_flipped_bits` sweep over every bit."""
+def test_a_flip_of_any_bit_is_corruption_before_the_last_record_and_else_a_torn_tail(
+    directory: Path,
+) -> None:
+    """Random bits of whole files; `test_format` sweeps over every bit."""
     rng = Random(fresh_seed())
     for file in files(directory):
         size = file.stat().st_size
-        for offset in {0, size - 1, *(rng.randrange(size) for _ in range(40))}:
+        last = [offset for offset, _ in whole_frames(file.read_bytes(), 0)][-1]
+        for offset in {0, last, size - 1, *(rng.randrange(size) for _ in range(40))}:
             bit = rng.randrange(8)
             flip(file, offset, bit)
-            name, at, _ = damage_in(directory)
-            assert name == file.name
-            assert at <= offset
+            if file == files(directory)[-1] and offset >= last:
+                assert verify(directory)[1:] == (COUNT - 1, 1, COUNT - 1, size - last, None)
+            else:
+                name, at, _ = corruption_in(directory)
+                assert name == file.name
+                assert at <= offset
             flip(file, offset, bit)
     assert verify(directory).records == COUNT
 
@@ -246,7 +253,7 @@ def call_a_segment_zero(all_files: list[Path]) -> tuple[Path, int, int]:
     return zero, 0, 0
 
 
-DAMAGES = [
+CORRUPTIONS = [
     lose_a_segment,
     swap_two_segments,
     copy_a_segment_after_the_last,
@@ -263,12 +270,12 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damage_is_named_by_file_offset_and_seq(
-    directory: Path, damage: Callable[[list[Path]], tuple[Path, int, int]]
+@pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda corruption: corruption.__name__)
+def test_corruption_is_named_by_file_offset_and_seq(
+    directory: Path, corruption: Callable[[list[Path]], tuple[Path, int, int]]
 ) -> None:
-    file, offset, seq = damage(files(directory))
-    assert damage_in(directory) == (file.name, offset, seq)
+    file, offset, seq = corruption(files(directory))
+    assert corruption_in(directory) == (file.name, offset, seq)
 
 
 def test_a_first_segment_without_a_header_can_not_be_continued(directory: Path) -> None:
@@ -276,8 +283,8 @@ def test_a_first_segment_without_a_header_can_not_be_continued(directory: Path) 
     for file in dropped:
         file.unlink()
     os.truncate(last, 30)
-    assert damage_in(directory) == (last.name, 0, seq_of(last))
-    with pytest.raises(LogDamaged, match="no segment before it"):
+    assert corruption_in(directory) == (last.name, 0, seq_of(last))
+    with pytest.raises(LogCorrupt, match="no segment before it"):
         Log.open(directory, HEADER)
 
 
@@ -285,15 +292,15 @@ def test_opening_stops_at_a_torn_segment_before_an_empty_one(directory: Path) ->
     *_, before, last = files(directory)
     os.truncate(before, before.stat().st_size - 1)
     os.truncate(last, 0)
-    with pytest.raises(LogDamaged, match="a later segment exists") as caught:
+    with pytest.raises(LogCorrupt, match="a later segment exists") as caught:
         Log.open(directory, HEADER)
     assert caught.value.file == before
 
 
-def test_opening_stops_at_damage_in_the_last_segment(directory: Path) -> None:
+def test_opening_stops_at_corruption_in_the_last_segment(directory: Path) -> None:
     flip(files(directory)[-1], 200)
     before = {path: path.read_bytes() for path in directory.iterdir()}
-    with pytest.raises(LogDamaged):
+    with pytest.raises(LogCorrupt):
         Log.open(directory, HEADER)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
 
@@ -311,7 +318,7 @@ def test_a_tail_that_is_not_a_record_is_cut_and_reported(directory: Path, tail: 
 
 
 def test_other_files_are_not_the_logs(directory: Path) -> None:
-    for name in ("segment.new", "notes.txt", "1.log", f"{7:020}.log.0.damaged", f"{7:020}.log~"):
+    for name in ("segment.new", "notes.txt", "1.log", f"{7:020}.log.0.corrupt", f"{7:020}.log~"):
         (directory / name).write_bytes(b"LDR1 of another program")
     assert numbers(directory)[-1] == COUNT
     assert verify(directory).segments == len(files(directory)) - 1

@@ -17,7 +17,7 @@ import xxhash
 from loradock.controller.core.invariants import check
 from loradock.controller.core.limits import RULES, RULES_READ
 from loradock.controller.log import snapshots
-from loradock.controller.log.format import LogDamaged
+from loradock.controller.log.format import LogCorrupt
 from loradock.controller.log.replay import ReplayResult, replay
 from loradock.controller.log.retention import Retention
 from loradock.controller.log.segments import segment_path, segment_paths
@@ -91,8 +91,8 @@ def test_until_begins_with_the_last_snapshot_before_it(directory: Path, until: i
 def test_each_flipped_byte_and_each_cut_leads_to_the_snapshot_before(directory: Path) -> None:
     path = snapshot_path(directory, SECOND)
     data = path.read_bytes()
-    damaged = [data[:i] + bytes([data[i] ^ 0x40]) + data[i + 1 :] for i in range(len(data))]
-    for wrong in (*damaged, *(data[:size] for size in range(0, len(data), 7)), data + b"x"):
+    corrupt = [data[:i] + bytes([data[i] ^ 0x40]) + data[i + 1 :] for i in range(len(data))]
+    for wrong in (*corrupt, *(data[:size] for size in range(0, len(data), 7)), data + b"x"):
         path.write_bytes(wrong)
         with pytest.raises(SnapshotInvalidError):
             read_snapshot(path)
@@ -160,7 +160,7 @@ def test_segments_before_a_snapshot_may_be_missing(directory: Path) -> None:
             path.unlink()
     result = replay(directory, checked=True)
     assert (result.digest, result.snapshot_seq) == (whole.digest, SECOND)
-    with pytest.raises(LogDamaged, match="record 1 should be") as raised:
+    with pytest.raises(LogCorrupt, match="record 1 should be") as raised:
         replay(directory, from_start=True)
     assert raised.value.seq == 1
 
@@ -169,7 +169,7 @@ def test_a_missing_segment_after_a_snapshot_is_an_error(directory: Path) -> None
     paths = [path for path in segment_paths(directory) if int(path.stem) > SECOND + 1]
     assert len(paths) > 1
     paths[0].unlink()
-    with pytest.raises(LogDamaged) as raised:
+    with pytest.raises(LogCorrupt) as raised:
         replay(directory)
     assert (raised.value.file, raised.value.offset) == (paths[1], 0)
     assert raised.value.seq == int(paths[0].stem)
@@ -181,7 +181,7 @@ def test_the_segment_that_a_snapshot_ends_in_is_needed_for_its_rest(directory: P
     later = [path for path in paths if int(path.stem) > position.segment]
     assert int(later[0].stem) != SECOND + 1
     segment_path(directory, position.segment).unlink()
-    with pytest.raises(LogDamaged, match="missing") as raised:
+    with pytest.raises(LogCorrupt, match="missing") as raised:
         replay(directory)
     assert (raised.value.file, raised.value.seq) == (later[0], SECOND + 1)
 
@@ -193,12 +193,12 @@ def test_a_log_that_ends_before_its_snapshot_is_an_error(directory: Path) -> Non
             path.unlink()
     path = segment_path(directory, position.segment)
     path.write_bytes(path.read_bytes()[: position.offset - 1])
-    with pytest.raises(LogDamaged, match=f"contains record {SECOND}") as raised:
+    with pytest.raises(LogCorrupt, match=f"contains record {SECOND}") as raised:
         replay(directory)
     assert raised.value.seq == SECOND
     for path in segment_paths(directory):
         path.unlink()
-    with pytest.raises(LogDamaged, match="missing"):
+    with pytest.raises(LogCorrupt, match="missing"):
         replay(directory)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loradock.controller.core.actions import Action, PublishEvent, SetTimer
-from loradock.controller.log.event_files import EventReader, event_files
+from loradock.controller.log.events import EventReader, events_path
 from loradock.controller.log.format import LogError
 from loradock.controller.log.replay import replay
 from loradock.controller.log.retention import Retention, retention_from
@@ -59,7 +59,7 @@ def decisions(actions: list[Action]) -> list[Action]:
 
 
 def events_in(directory: Path, storage: MemoryStorage) -> list[Published]:
-    """Return all events of the files, which begin with event 1."""
+    """Return all events of the database, which begin with event 1."""
     return list(EventReader(directory, storage).read(1, 1 << 20))
 
 
@@ -182,7 +182,7 @@ def test_a_loss_of_power_at_any_step_loses_nothing() -> None:
         try:
             for seq in (30, 45):
                 make_snapshot(directory, SnapshotOrder(seq, AT_ONCE), storage)
-        except OSError:
+        except (OSError, LogError):
             is_dead = True
         storage.fail_nothing()
         storage.lose_power()
@@ -221,7 +221,9 @@ def assert_nothing_is_missing(directory: Path, archive: Path, digest: str) -> No
     assert replay(directory, from_start=True).digest == digest
 
 
-@pytest.mark.parametrize("name", ["create", "write", "sync", "sync_data", "rename", "remove"])
+@pytest.mark.parametrize(
+    "name", ["create", "write", "sync", "sync_data", "rename", "remove", "commit"]
+)
 def test_a_failing_disk_leaves_a_log_that_is_restored(name: str) -> None:
     """Each call of the storage fails once."""
     for at in range(1, 200):
@@ -265,7 +267,6 @@ class FailsOnce(MemoryStorage):
 def test_files_before_both_snapshots_are_dropped(tmp_path: Path) -> None:
     directory = tmp_path / "log"
     records = write_history(directory)
-    events = events_of(fold(*history(3, 100))[1])
     assert make_snapshot(directory, SnapshotOrder(20, AT_ONCE)).removed == ()  # type: ignore[union-attr]
     before = segment_paths(directory)
     made = make_snapshot(directory, SnapshotOrder(40, AT_ONCE))
@@ -277,9 +278,7 @@ def test_files_before_both_snapshots_are_dropped(tmp_path: Path) -> None:
     flip(snapshot_path(directory, 40), 100)
     result = replay(directory)
     assert (result.snapshot_seq, result.inputs) == (20, len(records))
-    assert verify(directory).damage is None
-    newest = EventReader(directory).newest_seq
-    assert list(EventReader(directory).read(1, 1000)) == events[:newest]
+    assert verify(directory).corruption is None
 
 
 def test_a_single_snapshot_or_keep_drops_nothing(tmp_path: Path) -> None:
@@ -341,14 +340,53 @@ def test_retentions_are_read() -> None:
     assert retention_from("archive:/a:b", 0) == Retention("archive", 0, "/a:b")
 
 
-def test_a_log_without_event_files_gets_them_from_the_snapshot_on(tmp_path: Path) -> None:
+# Events
+
+
+@pytest.mark.parametrize("is_corrupt", [True, False])
+def test_events_are_made_again_from_the_first_record_on(tmp_path: Path, is_corrupt: bool) -> None:
+    """Also after an upgrade from files of events."""
     directory = tmp_path / "log"
     write_history(directory)
+    events = events_of(fold(*history(3, 100))[1])
     make_snapshot(directory, SnapshotOrder(20, KEEP))
-    for path in event_files(directory):
-        path.unlink()
+    events_path(directory).unlink()
+    if is_corrupt:
+        events_path(directory).write_bytes(b"no database" * 1000)
+    old = directory / f"events-{1:020}.evt"
+    old.write_bytes(b"events of a former version")
     made = make_snapshot(directory, SnapshotOrder(40, KEEP))
     assert made is not None
+    assert [text for text in made.skipped if "corrupt" in text] == list(made.skipped)
+    assert bool(made.skipped) == is_corrupt
+    assert list(EventReader(directory).read(1, 1000)) == events[: made.events_seq]
+    assert not old.exists()
+
+
+def test_without_the_first_record_events_begin_with_the_snapshot(tmp_path: Path) -> None:
+    directory = tmp_path / "log"
+    write_history(directory)
+    for seq in (20, 40):
+        make_snapshot(directory, SnapshotOrder(seq, AT_ONCE))
+    assert int(segment_paths(directory)[0].stem) > 1
+    base = EventReader(directory).newest_seq
+    events_path(directory).unlink()
+    made = make_snapshot(directory, SnapshotOrder(60, KEEP))
+    assert made is not None
     reader = EventReader(directory)
-    assert reader.oldest_seq > 1
-    assert reader.newest_seq == made.events_seq
+    assert (reader.oldest_seq, reader.newest_seq) == (base + 1, made.events_seq)
+
+
+def test_retention_drops_the_events_before_both_snapshots(tmp_path: Path) -> None:
+    directory = tmp_path / "log"
+    write_history(directory)
+    events = events_of(fold(*history(3, 100))[1])
+    first = make_snapshot(directory, SnapshotOrder(20, AT_ONCE))
+    second = make_snapshot(directory, SnapshotOrder(40, AT_ONCE))
+    assert first is not None
+    assert second is not None
+    reader = EventReader(directory)
+    assert reader.oldest_seq == first.events_seq + 1
+    assert (
+        list(reader.read(reader.oldest_seq, 1000)) == events[first.events_seq : second.events_seq]
+    )

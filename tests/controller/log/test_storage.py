@@ -1,4 +1,4 @@
-"""Syncs in the background: what they leave, how they fail, and where there are none."""
+"""Syncs: in the background, of files in chunks, and systems that have none."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loradock.controller.log import storage
-from loradock.controller.log.storage import DISK, operations
+from loradock.controller.log.storage import CHUNK_BYTES, DISK, operations, write_file
 
 
 class Operation:
@@ -119,3 +119,29 @@ def test_a_sync_that_fails_is_an_error_of_the_disk(
     wait = begun(monkeypatch, queue, operation)
     with pytest.raises(OSError, match="Input/output error"):
         wait()
+
+
+@pytest.mark.usefixtures("without_fsync")
+def test_a_file_is_synced_in_chunks(tmp_path: Path) -> None:
+    """The log's own syncs wait for those of a snapshot."""
+
+    class SyncedBytes(storage.Storage):
+        def __init__(self) -> None:
+            self.synced: list[int] = []
+            self.unsynced = 0
+
+        def write(self, fd: int, data: bytes) -> int:
+            self.unsynced += len(data)
+            return super().write(fd, data)
+
+        def sync_data(self, fd: int) -> None:
+            self.synced.append(self.unsynced)
+            self.unsynced = 0
+
+        sync = sync_data
+
+    disk, data = SyncedBytes(), bytes(5 * CHUNK_BYTES + 1)
+    write_file(tmp_path / "file", data, disk)
+    assert max(disk.synced) <= CHUNK_BYTES
+    assert sum(disk.synced) == len(data)
+    assert (tmp_path / "file").read_bytes() == data

@@ -11,7 +11,7 @@ from loradock.controller.core.invariants import check
 from loradock.controller.core.limits import Limits
 from loradock.controller.core.restore import derive
 from loradock.controller.core.world import World
-from loradock.controller.log.world_state import WorldState, encode_world, restore_world
+from loradock.controller.log.snapshots import WorldState, encode_world, restore_world
 from tests.support.simulation.logged_histories import fold, history
 
 STORED = WorldState.__struct_fields__

@@ -1,4 +1,4 @@
-"""Crashes and power cuts at every step lose no confirmed record and leave no damage."""
+"""Crashes and power cuts at every step lose no confirmed record and leave no corruption."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -76,12 +76,12 @@ def test_a_crash_at_any_step_loses_nothing_that_was_confirmed(
             assert log.next_seq == len(found) + 1
             log.append(make_records(3, 100), epoch=2)
         assert records_in(directory) == found + make_records(3, 100)
-        assert verify(directory).damage is None
+        assert verify(directory).corruption is None
     pytest.fail("the run did not end")
 
 
 @pytest.mark.parametrize("policy", ["interval", "never"])
-def test_without_syncs_a_lost_end_is_not_damage(
+def test_without_syncs_a_lost_end_is_not_corruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any
 ) -> None:
     rng = Random(fresh_seed())

@@ -83,7 +83,7 @@ class Run:
         expected = self.kept + self._unknown
         assert len(found) >= len(self.kept)
         assert found == expected[: len(found)]
-        assert verify(DIRECTORY, self.storage).damage is None
+        assert verify(DIRECTORY, self.storage).corruption is None
         self.kept, self._unknown = found, []
 
 

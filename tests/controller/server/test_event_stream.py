@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from loradock.controller.core.actions import PublishEvent
-from loradock.controller.log.event_files import (
-    EventReader,
-    EventWriter,
-    event_file_path,
-    event_files,
-)
+from loradock.controller.log.events import EventReader, EventWriter, events_path
 from loradock.controller.log.format import LogError
 from loradock.controller.server import event_stream
 from loradock.controller.server.event_stream import (
@@ -27,13 +22,12 @@ from loradock.controller.server.event_stream import (
 from loradock.messages.errors import ErrorCode
 from loradock.messages.events import AdapterCached, Published
 from loradock.messages.requests import EventsFetched, EventsTooOld, FetchEvents, Refused, Reply
-from tests.support.simulation.log_examples import flip
 from tests.support.simulation.memory_storage import MemoryStorage
 from tests.support.waiting import HANG_S
 
 LAST = 40
 STORED = 35
-"""The newest event in the files."""
+"""The newest event in the database."""
 KEPT = 8
 KEPT_MAX = 20
 
@@ -47,11 +41,9 @@ def published(first: int, last: int, name: str = "a") -> tuple[Published, ...]:
 
 
 def store(directory: Path, events: tuple[Published, ...]) -> None:
-    """Write events to files of three events or fewer."""
-    for start in range(0, len(events), 3):
-        writer = EventWriter(directory, file_bytes_max=1)
-        writer.add(events[start : start + 3])
-        writer.close()
+    """Write events to the database, as a snapshotter does."""
+    with EventWriter(directory) as writer:
+        writer.add(events)
 
 
 class HeldExecutor(Executor):
@@ -84,15 +76,14 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A directory with the files of the first events."""
+    """A directory with a database of the first events."""
     store(tmp_path, published(1, STORED))
-    assert len(event_files(tmp_path)) > 10
     return tmp_path
 
 
 @pytest.fixture
 def events(directory: Path) -> Iterator[EventStream]:
-    """A stream with events in files and in memory, as after a recovery from a snapshot."""
+    """A stream with events in the database and in memory, as after a recovery from a snapshot."""
     stream = EventStream(directory)
     stream.add_recovered([PublishEvent(event) for event in published(30, LAST)])
     stream.end_recovery(LAST)
@@ -176,20 +167,16 @@ def test_a_batch_is_what_was_added_since_the_last_one(events: EventStream) -> No
 def test_events_that_are_not_kept_are_too_old(
     events: EventStream, directory: Path, first_seq: int
 ) -> None:
-    for path in event_files(directory):
-        if path < event_file_path(directory, 20):
-            path.unlink()
-    oldest = EventReader(directory).oldest_seq
-    assert 19 < oldest < 25
-    assert fetch(events, first_seq) == EventsTooOld("f", oldest, LAST)
-    assert fetched(events, oldest) == published(oldest, LAST)
+    with EventWriter(directory) as writer:
+        writer.drop_before(20)
+    assert fetch(events, first_seq) == EventsTooOld("f", 20, LAST)
+    assert fetched(events, 20) == published(20, LAST)
 
 
-def test_without_files_the_oldest_event_is_the_one_in_memory(
+def test_without_a_database_the_oldest_event_is_the_one_in_memory(
     events: EventStream, directory: Path
 ) -> None:
-    for path in event_files(directory):
-        path.unlink()
+    events_path(directory).unlink()
     answer = fetch(events, 1)
     assert isinstance(answer, EventsTooOld)
     assert LAST - KEPT_MAX < answer.oldest_seq <= 35
@@ -205,7 +192,7 @@ def test_if_no_event_is_kept_the_next_one_is_the_oldest(tmp_path: Path) -> None:
     assert answers == [EventsTooOld("f", LAST + 1, LAST)]
 
 
-def test_memory_has_what_no_file_has_up_to_a_bound(tmp_path: Path) -> None:
+def test_memory_has_what_the_database_lacks_up_to_a_bound(tmp_path: Path) -> None:
     stream, executor = held(tmp_path)
     sizes = []
     for event in published(1, LAST):
@@ -214,7 +201,7 @@ def test_memory_has_what_no_file_has_up_to_a_bound(tmp_path: Path) -> None:
         executor.run()
         sizes.append(len(stream._kept))
     assert sizes == [min(seq, KEPT_MAX) for seq in range(1, LAST + 1)]
-    # Once the files have them, they leave the memory, a few with each new event.
+    # Once the database has them, they leave the memory, a few with each new event.
     store(tmp_path, published(1, LAST - 2))
     for event in published(LAST + 1, LAST + KEPT_MAX):
         stream.add(event)
@@ -227,7 +214,7 @@ def test_memory_has_what_no_file_has_up_to_a_bound(tmp_path: Path) -> None:
     assert min(sizes[LAST:]) <= KEPT_MAX - KEPT
 
 
-def test_events_in_files_and_memory_overlap_at_any_time(tmp_path: Path) -> None:
+def test_events_in_database_and_memory_overlap_at_any_time(tmp_path: Path) -> None:
     """Whenever a snapshot's events are written, no event in between is missing."""
     stream, executor = held(tmp_path)
     for event in published(1, 3 * LAST):
@@ -311,17 +298,25 @@ def test_the_events_of_records_that_a_repair_has_cut_are_dropped(directory: Path
     )
 
 
-def test_damaged_files_are_a_gap_and_not_an_error(events: EventStream, directory: Path) -> None:
-    path = event_files(directory)[2]
-    first = int(path.stem[-20:])
-    flip(path, 60)
-    answer = fetch(events, first)
-    assert isinstance(answer, EventsTooOld)
-    assert answer.oldest_seq == int(event_files(directory)[3].stem[-20:])
-    assert fetched(events, answer.oldest_seq) == published(answer.oldest_seq, LAST)
+def test_corrupt_events_are_a_gap_and_not_an_error(events: EventStream, directory: Path) -> None:
+    data = events_path(directory).read_bytes()
+    events_path(directory).write_bytes(data.replace(b"a-7", b"b-7"))
+    assert fetched(events, 1, 6) == published(1, 6)
+    assert fetch(events, 7) == EventsTooOld("f", 8, LAST)
+    assert fetched(events, 8) == published(8, LAST)
+    # The table's only page.
+    events_path(directory).write_bytes(data[:4096] + bytes(len(data) - 4096))
+    assert fetch(events, 5) == EventsTooOld("f", min(events._kept), LAST)
 
 
-def test_a_file_that_can_not_be_read_refuses_the_fetch(tmp_path: Path) -> None:
+def test_a_database_that_is_none_is_replaced_at_the_start(directory: Path) -> None:
+    events_path(directory).write_bytes(b"no database" * 1000)
+    stream, _ = held(directory)
+    assert stream._stored_seq == 0
+    assert EventReader(directory).read(1, LAST) == ()
+
+
+def test_a_database_that_can_not_be_read_refuses_the_fetch(tmp_path: Path) -> None:
     class Broken(MemoryStorage):
         broken = False
 
@@ -332,9 +327,8 @@ def test_a_file_that_can_not_be_read_refuses_the_fetch(tmp_path: Path) -> None:
 
     storage = Broken()
     storage.make_directory(tmp_path)
-    writer = EventWriter(tmp_path, storage)
-    writer.add(published(1, STORED))
-    writer.close()
+    with EventWriter(tmp_path, storage) as writer:
+        writer.add(published(1, STORED))
     stream = EventStream(tmp_path, storage)
     storage.broken = True
     answer = fetch(stream, 1)

@@ -160,17 +160,17 @@ def grow(directory: Path) -> None:
         assert process.stop() == 0
 
 
-def test_a_damaged_log_stops_the_start(directory: Path) -> None:
+def test_a_corrupt_log_stops_the_start(directory: Path) -> None:
     grow(directory)
     [segment] = segments(directory)
     flip(segment, segment.stat().st_size // 2)
-    damage = verify(directory / "log").damage
+    corruption = verify(directory / "log").corruption
     with controller(directory) as process:
         assert process.wait() == EXIT_LOG
         output = process.output()
-        assert f"{segment}: damaged at offset {damage.offset}" in output
-        assert f"record {damage.seq} should be" in output
-    assert verify(directory / "log").damage.offset == damage.offset
+        assert f"{segment}: corrupt at offset {corruption.offset}" in output
+        assert f"record {corruption.seq} should be" in output
+    assert verify(directory / "log").corruption.offset == corruption.offset
 
 
 def test_a_torn_tail_is_cut_and_reported(directory: Path) -> None:

@@ -148,7 +148,7 @@ def test_disturbances_lose_no_request_and_repeat_none(tmp_path: Path) -> None:
 
 def _assert_replays_equal(directory: Path, status: StatusShown) -> None:
     verdict = verify(directory / "log")
-    assert verdict.damage is None
+    assert verdict.corruption is None
     # After the newest snapshot there may be no recorded digest to compare with.
     result = replay(directory / "log", until=status.seq, from_start=True)
     assert result.divergence is None

@@ -8,7 +8,7 @@ from loradock.client import Client, Gap, Snapshot
 from loradock.controller.core.actions import PublishEvent
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import RULES, limits_to
-from loradock.controller.log.event_files import EventWriter
+from loradock.controller.log.events import EventWriter
 from loradock.controller.log.writer import Log
 from loradock.controller.server import event_stream
 from loradock.controller.server.event_stream import EVENTS_BEAT_NS, EventStream
@@ -64,9 +64,8 @@ def events(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Published,
 def test_old_events_are_read_from_the_files_and_the_rest_from_memory(
     directory: Path, events: tuple[Published, ...]
 ) -> None:
-    writer = EventWriter(directory / "log")
-    writer.add(events)
-    writer.close()
+    with EventWriter(directory / "log") as writer:
+        writer.add(events)
     with serving(directory, SYSTEM_CLOCKS), Client(directory, timeout_s=HANG_S) as client:
         found = list(client.events(since=0, follow=False))
     assert found[:EPOCHS] == list(events)

@@ -34,7 +34,7 @@ def test_images_reach_the_engine_and_no_log(directory: Path, images: tuple[bytes
         assert [chunk.text for chunk in generation] == ["ab"]
         [start] = engine.commands_of(commands.StartGeneration)
         assert start.prompt == MultimodalPrompt("a text", images)
-    assert verify(directory / "log").damage is None
+    assert verify(directory / "log").corruption is None
     size = sum(file.stat().st_size for file in (directory / "log").glob("*.log"))
     assert size < 10_000
     assert replay(directory / "log").divergence is None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loradock.controller.log.format import LogDamaged
+from loradock.controller.log.format import LogCorrupt
 from loradock.controller.log.replay import replay
 from loradock.controller.log.segments import segment_paths
 from loradock.controller.log.snapshots import snapshot_path, snapshot_paths
@@ -58,7 +58,7 @@ def test_a_killed_server_begins_with_its_last_snapshot(tmp_path: Path) -> None:
     assert len(snapshot_paths(directory / "log")) == 2
     # Restarts do not need the first records, so they are gone.
     assert int(segment_paths(directory / "log")[0].stem) > 1
-    with pytest.raises(LogDamaged, match="missing"):
+    with pytest.raises(LogCorrupt, match="missing"):
         replay(directory / "log", from_start=True)
 
 

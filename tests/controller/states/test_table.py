@@ -14,14 +14,12 @@ from loradock.controller.states.machine import (
     NEXT_STEP,
     IllegalTransitionError,
     build,
-    diagram,
     next_state,
-    steps_in_markdown,
 )
 from loradock.controller.states.table import RESIDENCY_LEVEL, STATES, STEPS, TRANSITIONS, Step
 from loradock.messages import records, reports
 from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
-from tests.life_cycle import BEGIN, END, with_life_cycle
+from tests.life_cycle import BEGIN, END, diagram, steps_in_markdown, with_life_cycle
 from tests.support.sources import ROOT
 
 DESIGN: dict[tuple[AdapterState, str], AdapterState] = {

@@ -81,13 +81,16 @@ def test_packed_weights_have_one_entry_per_child() -> None:
 def test_a_config_is_made_of_three_values() -> None:
     """As a program writes it that has no files; lists and dicts are those of a config."""
     helper = PEFTHelper(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    assert (helper.scaling_of(Q), helper.target_modules) == (2.0, ("q_proj", "v_proj"))
+    assert (helper.of_module(Q).scaling, helper.target_modules) == (2.0, ("q_proj", "v_proj"))
     assert LoRAModel.from_lora_tensors(1, tensors(), helper).loras[Q].scaling == 2
     patterns = PEFTHelper(
         r=4, lora_alpha=8, target_modules="all-linear", rank_pattern={"q_proj": 2}, use_rslora=True
     )
-    assert (patterns.rank_of(Q), patterns.rank_of(V)) == (2, 4)
-    assert PEFTHelper(r=4, lora_alpha=8, target_modules=[], modules_to_save=None).scaling_of(V) == 2
+    assert (patterns.of_module(Q).rank, patterns.of_module(V).rank) == (2, 4)
+    assert (
+        PEFTHelper(r=4, lora_alpha=8, target_modules=[], modules_to_save=None).of_module(V).scaling
+        == 2
+    )
     for values in ({"r": 0}, {"r": "4"}, {"lora_alpha": 0}):
         with pytest.raises(AdapterConfigRefused):
             PEFTHelper(**({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | values))

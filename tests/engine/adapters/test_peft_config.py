@@ -103,12 +103,12 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     "pattern unclosed": (
         {"alpha_pattern": {"(q": 1}},
         CONFIG_REFUSED,
-        "is not a pattern: missing )",
+        "can't be used as a pattern: missing )",
     ),
     "pattern lookahead": (
         {"alpha_pattern": {"(?=q)": 1}},
         CONFIG_REFUSED,
-        "'(?=q)' in it; allowed are literals",
+        "'(?=q)' can't be used as a pattern: invalid perl operator",
     ),
     "pattern long": ({"rank_pattern": {"q" * 600: 1}}, CONFIG_REFUSED, "at most 512 characters"),
     **{
@@ -172,9 +172,9 @@ def test_only_the_first_matching_pattern_counts() -> None:
     helper = PEFTHelper.from_dict(
         {**CONFIG, "rank_pattern": {"q_proj": 2, ".*proj": 3}, "alpha_pattern": {"attn.q_proj": 5}}
     )
-    assert (helper.rank_of(Q), helper.rank_of(DOWN), helper.rank_of("model.norm")) == (2, 3, 4)
-    assert (helper.alpha_of(Q), helper.alpha_of(V)) == (5, 8)
-    assert helper.scaling_of(Q) == 2.5
+    assert [helper.of_module(name).rank for name in (Q, DOWN, "model.norm")] == [2, 3, 4]
+    assert (helper.of_module(Q).alpha, helper.of_module(V).alpha) == (5, 8)
+    assert helper.of_module(Q).scaling == 2.5
 
 
 def test_the_helper_reads_a_directory_and_checks_the_limit(tmp_path: Path) -> None:

@@ -30,34 +30,20 @@ def test_a_path_is_absolute_or_relative_to_a_root(root):
         assert directory.read("f/below", 4) is None
 
 
-def test_links_below_a_root_are_followed(root):
-    (root / "b").symlink_to("a")
-    (root / "a" / "g").symlink_to(root / "a" / "f")
-    assert read("b", root, "g") == "text"
-    outer = root.with_name("outer")
-    outer.symlink_to(root)
-    assert read(outer / "a", outer) == "text"
-
-
-@pytest.mark.parametrize("path", ["../secret", "a/../../secret", "link", "/", "missing", "a/f"])
-def test_other_directories_are_not_read(root, path):
+@pytest.mark.parametrize("path", ["../secret", "link", "missing", "a/f"])
+def test_directories_that_the_engine_would_not_read_are_not_readable(root, path):
     (root / "link").symlink_to(root.parent / "secret")
     with pytest.raises(NotReadable):
         read(path, root)
-    with pytest.raises(NotReadable, match="below none of the adapter roots"):
-        read(root.parent / "secret", root)
 
 
-def test_other_files_are_not_read(root):
+def test_files_that_the_engine_would_not_read_are_not_readable(root):
     directory = root / "a"
     (directory / "out").symlink_to(root.parent / "secret" / "f")
-    (directory / "through").symlink_to(root.parent / "secret")
-    (directory / "loop").symlink_to("loop")
     os.link(root.parent / "secret" / "f", directory / "second")
     os.mkfifo(directory / "pipe")
-    (directory / "folder").mkdir()
-    for name in ("out", "through/f", "loop", "second", "pipe", "folder"):
-        with pytest.raises(NotReadable):
+    for name in ("out", "second", "pipe"):
+        with pytest.raises(NotReadable, match=name):
             read("a", root, name)
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 from loradock.controller.log import format as log_format
 from loradock.controller.log import replay as log_replay
 from loradock.controller.log import snapshots
-from loradock.controller.log.event_files import EventWriter
+from loradock.controller.log.events import EventWriter
 from loradock.controller.log.format import LogFull, LogSyncFailed
 from loradock.controller.log.writer import Log
 from loradock.controller.server.inputs import InputHandler

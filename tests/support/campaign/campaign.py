@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from loradock.controller.core.actions import PublishEvent
 from loradock.controller.core.invariants import check
-from loradock.controller.log.event_files import EventReader
+from loradock.controller.log.events import EventReader
 from loradock.controller.log.replay import replay
 from loradock.messages import requests
 from tests.support.campaign.client_process import ClientProcess, is_success

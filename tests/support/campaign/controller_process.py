@@ -41,6 +41,10 @@ class SimulatedTransport:
         self._watched: dict[int, None] = {}
         self._replies: list[tuple[bytes, bytes]] = []
 
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
     def watch(self, fd: int) -> None:
         self._watched[fd] = None
 

@@ -1,4 +1,4 @@
-"""The disk of the simulated machine: a process may end at any operation, and damage is undone.
+"""The disk of the simulated machine: a process may end at any operation, and corruption is undone.
 
 The rest is `tests.support.simulation.memory_storage.MemoryStorage`: torn, lost and changed bytes
 after a loss of power, failed writes and syncs, a full disk.

@@ -26,13 +26,13 @@ __all__ = (
 
 KNOWN_SEEDS: Final = {
     "acknowledge_before_sync": 19,
-    "changed_entry_not_hashed": 8,
+    "changed_entry_not_hashed": 10,
     "checksum_not_compared": 79,
-    "contradictory_inventory_accepted": 61,
-    "engine_loss_ignored": 32,
-    "engine_never_restarted": 109,
-    "failed_input_not_undone": 41,
-    "failed_sync_ignored": 203,
+    "contradictory_inventory_accepted": 234,
+    "engine_loss_ignored": 19,
+    "engine_never_restarted": 181,
+    "failed_input_not_undone": 54,
+    "failed_sync_ignored": 32,
     "full_disk_ignored": 110,
     "hold_ignored": 66,
     "lost_adapters_kept": 19,
@@ -43,11 +43,11 @@ KNOWN_SEEDS: Final = {
     "recorded_time_jumps": 19,
     "refused_group_kept_in_file": 132,
     "report_acknowledged_before_log": 2426,
-    "removed_before_its_requests": 391,
+    "removed_before_its_requests": 693,
     "skips_not_replayed": 121,
-    "timer_not_set": 109,
-    "torn_tail_kept": 195,
-    "waiting_inference_refused_for_removal": 391,
+    "timer_not_set": 181,
+    "torn_tail_kept": 279,
+    "waiting_inference_refused_for_removal": 693,
 }
 """Schedules that found the bugs which few schedules find. They are tried first, and another
 version of the program may need others: `make sim-bugs` searches."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -9,8 +10,8 @@ import msgspec
 from loradock.client.calls import ClientCall
 from loradock.controller.core.limits import Limits
 from loradock.controller.core.world import World
-from loradock.controller.log.format import LogDamaged, LogError, LogFull, LogSyncFailed
-from loradock.controller.log.repair import repair
+from loradock.controller.log.format import LogCorrupt, LogError, LogFull, LogSyncFailed
+from loradock.controller.log.repair import repair, repair_plan
 from loradock.controller.log.retention import Retention
 from loradock.controller.log.segments import verify
 from loradock.controller.log.snapshots import snapshot_paths
@@ -80,7 +81,7 @@ class Simulation:
         self.clients: list[ClientProcess] = []
         self.subscriber: Subscriber | None = None
         self.flipped: Flip | None = None
-        self.may_be_damaged = False
+        self.may_be_corrupt = False
         """Whether power was lost, so that the log may have a hole in what was not synced."""
         self._epoch = 0
         self._client_count = 0
@@ -104,7 +105,7 @@ class Simulation:
     # The controller.
 
     def start_controller(self, crash_after: int = -1) -> None:
-        """Start the controller if it does not run; an operator mends a damaged log."""
+        """Start the controller if it does not run; an operator mends a corrupt log."""
         if self.controller.is_running:
             return
         try:
@@ -114,7 +115,7 @@ class Simulation:
                 self.controller.start()
         except SimulatedCrash:
             self._on_controller_end()
-        except LogDamaged:
+        except LogCorrupt:
             self._mend()
             self._on_controller_end()
         except (LogSyncFailed, OSError):
@@ -125,7 +126,7 @@ class Simulation:
             self._on_controller_end()
         else:
             self._check_flip()
-            self.may_be_damaged = False
+            self.may_be_corrupt = False
             world = self.controller.world
             # With a full disk, the start itself is logged later.
             if not self.disk.is_full:
@@ -163,7 +164,7 @@ class Simulation:
         if was_running:
             self.controller.kill()
         self.disk.lose_power()
-        self.may_be_damaged = True
+        self.may_be_corrupt = True
         if was_running:
             self._on_controller_end()
 
@@ -174,7 +175,7 @@ class Simulation:
             return
         if flip.path.suffix == ".log":
             assert snapshot_paths(LOG_DIRECTORY, self.disk), "a flipped bit was not found"
-            assert verify(LOG_DIRECTORY, self.disk).damage, "a flipped bit was not verified"
+            assert verify(LOG_DIRECTORY, self.disk).corruption, "a flipped bit was not verified"
         self._undo(flip)
 
     def _undo(self, flip: Flip) -> None:
@@ -183,20 +184,20 @@ class Simulation:
             self.disk.flip(flip.path, flip.offset, flip.bit)
 
     def _mend(self) -> None:
-        """Repair a damaged log as an operator does; a flipped bit must be flipped back exactly."""
+        """Repair a corrupt log as an operator does: a flipped bit is found, and then undone."""
         self.scheduler.note("mend")
         # The process that could not start has ended.
         self.disk.crash()
         flip, self.flipped = self.flipped, None
-        assert flip or self.may_be_damaged, "an intact log is refused as damaged"
-        try:
-            plan = repair(LOG_DIRECTORY, self.disk)
-        except (OSError, LogFull):
-            self.flipped = flip
-            return
-        if flip is not None and not self.may_be_damaged:
+        if flip is not None:
+            plan = repair_plan(LOG_DIRECTORY, self.disk)
             assert plan is not None, f"{flip} is not found by the repair"
-            assert self.disk.read(flip.path) == flip.before, f"{flip} is not flipped back"
+            # The operator has a copy: a cut would lose what was acknowledged.
+            self._undo(flip)
+            return
+        assert self.may_be_corrupt, "an intact log is refused as corrupt"
+        with suppress(OSError, LogFull):
+            repair(LOG_DIRECTORY, self.disk)
 
     def make_snapshot(self, crash_after: int = -1) -> None:
         """Let the snapshotter work, which is another process; it may crash or find no space."""

@@ -7,6 +7,7 @@ and the next one succeeds without it, as Linux does.
 
 import errno
 import os
+import sqlite3
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from random import Random
 
 from loradock.controller.log.storage import Storage, Wait
 
-FALLIBLE = ("create", "write", "cut", "sync_data", "sync", "rename", "remove")
+FALLIBLE = ("create", "write", "cut", "sync_data", "sync", "rename", "remove", "commit")
 """The operations that can fail, by the names of their methods."""
 
 SECTOR_BYTES = 512
@@ -235,6 +236,27 @@ class MemoryStorage(Storage):
         self._require_directory(directory)
         return self._opened(directory, directory)
 
+    def connect(self, path: Path, *, create: bool = False) -> sqlite3.Connection:
+        """Open a database, which is a file that each commit replaces durably and at once."""
+        if not create:
+            self._file(path)
+        elif path not in self._names:
+            self.close(self.create(path))
+        return _Database(self, path)
+
+    def commit(self, path: Path, data: bytes) -> None:
+        """Replace a database; raises an error of sqlite if that fails."""
+        file = self._file(path)
+        if self._used_bytes() - len(file.cache) + len(data) > self.faults.bytes_max:
+            raise sqlite3.OperationalError("database or disk is full")
+        try:
+            self._call("commit", path.name, self.faults.sync_fails)
+        except OSError as error:
+            raise sqlite3.OperationalError("disk I/O error") from error
+        file.change(_Change(0, None))
+        file.change(_Change(0, data))
+        file.sync()
+
     def lock(self, fd: int) -> None:
         """Lock a directory; raises `BlockingIOError` if it is locked."""
         path = self._paths[fd]
@@ -275,15 +297,15 @@ class MemoryStorage(Storage):
         """Apply some of the unsynced changes to the disk, the last of them torn."""
         kept = self.rng.randint(0, len(file.changes))
         for change in file.changes[:kept]:
-            self._apply_damaged(change, file.disk)
+            self._apply_corrupt(change, file.disk)
         for change in file.changes[kept : kept + 1]:
             if change.data is not None:
                 torn = change.data[: self.rng.randint(0, len(change.data))]
-                self._apply_damaged(_Change(change.offset, torn), file.disk)
+                self._apply_corrupt(_Change(change.offset, torn), file.disk)
         file.changes.clear()
         file.cache = bytearray(file.disk)
 
-    def _apply_damaged(self, change: _Change, disk: bytearray) -> None:
+    def _apply_corrupt(self, change: _Change, disk: bytearray) -> None:
         if change.data:
             data = bytearray(change.data)
             if self.rng.random() < self.faults.holes:
@@ -328,6 +350,21 @@ class MemoryStorage(Storage):
 
     def _used_bytes(self) -> int:
         return sum(len(file.cache) for file in self._names.values())
+
+
+class _Database(sqlite3.Connection):
+    """A connection to a database in a `MemoryStorage`, which sees the last commit before it."""
+
+    def __init__(self, storage: MemoryStorage, path: Path) -> None:
+        super().__init__(":memory:")
+        self._storage, self._path = storage, path
+        if data := storage.read(path):
+            self.deserialize(data)
+
+    def commit(self) -> None:
+        """Store the database, or keep the one from before."""
+        super().commit()
+        self._storage.commit(self._path, self.serialize())
 
 
 def _error(number: int) -> OSError:

@@ -23,7 +23,6 @@ from loradock.messages.records import (
     PayloadLost,
     PoolingRequested,
     Record,
-    RecordOfFormat1,
     TimerFired,
 )
 from loradock.messages.views import (
@@ -280,7 +279,6 @@ EXAMPLES: dict[type, Any] = {
         InputSkipped(98, "r-10"),
         Header(1, 2, "lru", {"slots_max": 4, "host_adapters_max": 16}, 1),
         Record(1_700_000_000_000_000_001, TimerFired(), "d1", 2**63 + 5, 7),
-        RecordOfFormat1(1_700_000_000_000_000_001, TimerFired(), b"\x00client", "d1"),
     )
 }
 

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from loradock.engine.adapters import read_adapter
 from loradock.engine.adapters.directory import OpenFile, open_adapter
 from loradock.engine.adapters.target import AdapterTarget
-from loradock.engine.adapters.weights import ReadTensors, SafetensorsFile
+from loradock.engine.adapters.weights import ReadTensors, SafetensorsFile, TensorQuery
 from loradock.engine.config import DEFAULT_BOUNDS
 from loradock.engine.errors import NotFinite
 from loradock.engine.layout import Shard
@@ -61,7 +61,7 @@ def by_reader(
 ) -> ReadTensors:
     with open_adapter(directory.name, [directory.parent]) as files:
         reader = SafetensorsFile(files.weights[0], DEFAULT_BOUNDS)
-        return reader.read(wanted, config=b"" if with_fingerprint else None)
+        return reader.read(TensorQuery(wanted, config=b"" if with_fingerprint else None))
 
 
 @settings(

@@ -1,0 +1,42 @@
+"""One module of the core sends operations, and a handler of a request sends none."""
+
+import ast
+
+import pytest
+
+from loradock.controller.core.actions import SendCommand
+from loradock.controller.core.requests import REQUESTS
+from loradock.messages import commands, records, requests
+from tests.support.simulation.core_bench import CoreBench
+from tests.support.sources import ROOT
+
+
+def test_reconcile_alone_makes_operations() -> None:
+    making = {
+        path.name
+        for path in (ROOT / "controller/core").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "Operation"
+    }
+    assert making == {"reconcile.py"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (records.GenerationRequested, ("a",)),
+        (records.GenerationRequested, (None,)),
+        (records.PoolingRequested, ("a", "embed")),
+        (requests.ActivateBatch, (("a",),)),
+    ],
+)
+def test_what_needs_no_move_is_sent_with_the_request(kind: type, fields: tuple[object]) -> None:
+    bench = CoreBench()
+    bench.activate("a")
+    assert kind in REQUESTS
+    actions = bench.controller.handle(kind("r", *fields), bench.now + 1)
+    sent = [action.message for action in actions if isinstance(action, SendCommand)]
+    assert len(sent) == 1
+    assert isinstance(sent[0], commands.Operation)
