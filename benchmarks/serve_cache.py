@@ -15,18 +15,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.figures import Figure
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.inference.admission import SlotTable
-from loradock.engine.inference.generation_scheduler import GenerationScheduler
-from loradock.engine.inference.paged_batch import PagedBatch
 from loradock.engine.jobs import InlineJobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.paging.block_pool import BLOCK_TOKENS
+from loradock.engine.serving.blocks import BLOCK_TOKENS
+from loradock.engine.serving.paged_batch import PagedBatch
+from loradock.engine.serving.queue import SlotTable
+from loradock.engine.serving.scheduler import GenerationScheduler
 from loradock.messages.commands import StartGeneration
 from loradock.messages.ids import NO_SLOT, OpId
 from loradock.messages.prompts import Sampling
 from loradock.messages.reports import Report
 from loradock.messages.requests import TokensStreamed
+from tests.support.engine.block_memory import tokens_in_blocks
 
 VOCABULARY: Final = 8192
 PROMPTS: Final = 32
@@ -110,8 +111,8 @@ class CacheBench:
         """Return the tokens that the held blocks have room for, and those that are in them."""
         batch = self._scheduler.batch
         if not isinstance(batch, PagedBatch):
-            raise TypeError("the model's trial chose a padded cache")
-        return batch.pool.held * BLOCK_TOKENS, batch.tokens_held
+            raise TypeError("the model's probe chose a padded cache")
+        return batch.pool.referenced * BLOCK_TOKENS, tokens_in_blocks(batch)
 
 
 def mixed_prompts() -> list[tuple[int, ...]]:

@@ -36,7 +36,7 @@ Image = Annotated[bytes, Meta(min_length=1, max_length=IMAGE_BYTES_MAX)]
 """The bytes of an image file (PNG, JPEG, ...); the engine decides which formats it reads."""
 
 
-class IllustratedPrompt(Value, frozen=True, array_like=False):
+class MultimodalPrompt(Value, frozen=True, array_like=False):
     """A text with images: `text` has the model's placeholder once per image, in their order."""
 
     # Encoded as a map, to distinguish it from token ids, which are an array.
@@ -44,7 +44,7 @@ class IllustratedPrompt(Value, frozen=True, array_like=False):
     images: Annotated[tuple[Image, ...], Meta(min_length=1, max_length=IMAGES_MAX)]
 
 
-Prompt = TextPrompt | IllustratedPrompt
+Prompt = TextPrompt | MultimodalPrompt
 
 
 class Truncation(Value, frozen=True):

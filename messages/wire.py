@@ -19,7 +19,7 @@ from loradock.messages.commands import Command
 from loradock.messages.errors import ErrorCode
 from loradock.messages.events import Published
 from loradock.messages.ids import Epoch, RequestId, Seq
-from loradock.messages.prompts import IMAGES_BYTES_MAX, IllustratedPrompt
+from loradock.messages.prompts import IMAGES_BYTES_MAX, MultimodalPrompt
 from loradock.messages.reports import Report
 from loradock.messages.requests import CancelGeneration, Generate, Refused, Reply, Request
 
@@ -303,7 +303,7 @@ _ClientsId = Annotated[RequestId, Meta(max_length=REQUEST_ID_LENGTH_MAX)]
 
 def _image_bytes(request: Request) -> int:
     match request:
-        case Generate(prompt=IllustratedPrompt(images=images)):
+        case Generate(prompt=MultimodalPrompt(images=images)):
             return sum(map(len, images))
     return 0
 

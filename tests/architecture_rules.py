@@ -126,28 +126,10 @@ ROOMS: Final = (
         "msgspec safetensors torch",
     ),
     _package(
-        "engine.paging",
-        "engine engine.punica engine.models engine.models.caches engine.models.library "
-        "engine.models.probes engine.models.vision",
-        "structlog torch",
-    ),
-    _package("engine.inference.queues", "", ""),
-    _package(
-        "engine.inference.decoding",
-        "engine engine.punica engine.models engine.models.caches engine.models.probes",
-        "structlog torch",
-    ),
-    _package(
-        "engine.sampling",
-        "messages.prompts messages.requests messages.views engine",
-        "llguidance torch",
-    ),
-    _package(
-        "engine.inference",
+        "engine.serving",
         "messages engine engine.residency.arena engine.punica engine.models engine.models.caches "
-        "engine.models.probes engine.models.vision engine.paging engine.sampling "
-        "engine.inference.decoding engine.inference.queues",
-        "msgspec structlog torch",
+        "engine.models.library engine.models.probes engine.models.vision",
+        "llguidance msgspec structlog torch",
     ),
     _package(
         "engine.manager",
@@ -159,7 +141,7 @@ ROOMS: Final = (
     _package(
         "engine.worker",
         "processes messages engine engine.adapters "
-        "engine.residency engine.models engine.models.library engine.inference",
+        "engine.residency engine.models engine.models.library engine.serving",
         "msgspec structlog torch",
     ),
     # The gateway, from the ground up: a client of the controller.

@@ -26,8 +26,9 @@ OLDEST: Final = "oldest"
 
 RESULTS: Final = ROOT / "tests" / "golden" / "matrix.json"
 SUITES: Final = (
-    *("tests/engine/models", "tests/engine/paging", "tests/integration/test_parity.py"),
-    *("tests/integration/test_parity_states.py", "tests/engine/inference/test_paged_batch.py"),
+    *("tests/engine/models", "tests/integration/test_parity.py"),
+    *("tests/integration/test_parity_states.py", "tests/engine/serving/test_paged_batch.py"),
+    *("tests/engine/serving/test_attention.py", "tests/engine/serving/test_blocks.py"),
 )
 """Tests of paging, states, positions and serving."""
 

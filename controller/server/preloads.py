@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from loradock.controller.core.world import World
 from loradock.messages.control import PRELOAD
 from loradock.messages.ids import AdapterName
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from loradock.messages.requests import Generate, LoadAdapter, PrivateRequest
 
 PRELOADS_MAX: Final = 10_000
@@ -95,7 +95,7 @@ class DefaultAdapters:
     def adapter_of(self, message: PrivateRequest) -> DefaultAdapter | None:
         """Return the default adapter that the request runs with; None if there is none."""
         match message:
-            case Generate(adapter=None, prompt=IllustratedPrompt()):
+            case Generate(adapter=None, prompt=MultimodalPrompt()):
                 return self.by_modality.get("image")
         return None
 

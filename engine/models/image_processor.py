@@ -29,7 +29,7 @@ from loradock.engine.models.served_model import ServedModel
 from loradock.engine.models.tokenization import check_text, check_tokens
 from loradock.engine.models.vision.decoding import open_images, sample_png
 from loradock.engine.models.vision.image_inputs import ImageInputs
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 
 _FILES: Final = ("processor_config.json", "preprocessor_config.json")
 _VIDEO_PART: Final = "video_processor"
@@ -128,7 +128,7 @@ class ImagePromptReader:
             model.model.base_model, "get_rope_index", None
         )
 
-    def read(self, prompt: IllustratedPrompt, output_tokens: int = 0) -> ProcessedPrompt:
+    def read(self, prompt: MultimodalPrompt, output_tokens: int = 0) -> ProcessedPrompt:
         """Process a prompt that must leave `output_tokens` of the context.
 
         Raises `RequestRefused`.
@@ -152,7 +152,7 @@ class ImagePromptReader:
         """Whether a token stands for an image, a video or a sound."""
         return token in self._model.media_tokens
 
-    def _check_placeholders(self, prompt: IllustratedPrompt) -> None:
+    def _check_placeholders(self, prompt: MultimodalPrompt) -> None:
         """Check for one placeholder per image, and no other token that stands for one."""
         found, images = prompt.text.count(self.placeholder), len(prompt.images)
         if found != images:
@@ -230,7 +230,7 @@ def _check_rows(forward: Forward, make_cache: MakeCache, rows: list[ProcessedPro
 def _probe_rows(reader: ImagePromptReader) -> Iterator[ProcessedPrompt]:
     """Yield a row with an image, one of text, and one with another image."""
     first, second = (
-        IllustratedPrompt(reader.placeholder + _TEXT, (sample_png(size),)) for size in _IMAGE_SIZES
+        MultimodalPrompt(reader.placeholder + _TEXT, (sample_png(size),)) for size in _IMAGE_SIZES
     )
     with_image = reader.read(first)
     yield with_image

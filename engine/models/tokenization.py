@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from loradock.engine.errors import ContextExceeded, RequestRefused
 from loradock.engine.models.served_model import ServedModel
-from loradock.messages.prompts import IllustratedPrompt, Prompt, TextPrompt, Truncation
+from loradock.messages.prompts import MultimodalPrompt, Prompt, TextPrompt, Truncation
 
 CHARACTERS_PER_TOKEN_MAX: Final = 32
 """A text longer than this many times the context is refused before it is tokenized."""
@@ -26,7 +26,7 @@ def prompt_tokens(
     Raises `RequestRefused`. With a truncation no prompt is too long; a text of more characters than
     `check_text` allows is cut to these first.
     """
-    if isinstance(prompt, IllustratedPrompt):
+    if isinstance(prompt, MultimodalPrompt):
         raise RequestRefused("images in the prompt; this engine accepts text alone")
     if isinstance(prompt, str):
         if model.tokenizer is None:

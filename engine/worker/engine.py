@@ -18,9 +18,6 @@ from loradock.engine.adapters.lora_model import LoadedAdapter
 from loradock.engine.adapters.reader import KnownFiles, read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import EngineError
-from loradock.engine.inference.admission import SlotTable
-from loradock.engine.inference.meter import Meter
-from loradock.engine.inference.scheduler import check_task, choose_scheduler
 from loradock.engine.jobs import Jobs, ThreadedJobs
 from loradock.engine.memory import allocated_bytes
 from loradock.engine.models.binding import bind_lora, kernels_for
@@ -28,9 +25,11 @@ from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.residency.residency import OperationJob, Residency
+from loradock.engine.serving.queue import SlotTable
+from loradock.engine.serving.scheduler import Scheduler, choose_scheduler
 from loradock.engine.worker.collective_jobs import CollectiveJobs
-from loradock.engine.worker.preemption import SlotPreemption
-from loradock.engine.worker.seen_operations import SeenOperations
+from loradock.engine.worker.controller_link import SeenOperations
+from loradock.engine.worker.meter import Meter
 from loradock.messages import commands, reports
 from loradock.messages.ids import AdapterId, OpId
 from loradock.messages.views import Batching, EngineStatistics
@@ -41,6 +40,48 @@ REASON_CHARACTERS_MAX: Final = 400
 
 EngineCommand = _Executable | commands.ResendTokens
 """The commands of an engine; the worker handles those of the link (beats, inventory requests)."""
+
+
+PREEMPT_STEPS_MAX: Final = 128
+"""After this many steps a slot is left anyway: the generation may wait to enter the batch."""
+
+
+class SlotPreemption:
+    """The slots that are to be reset, once their generations have used them.
+
+    A slot is left at once if the oldest generation that uses it has generated a token in its time
+    slice. So, regardless of the order of time slices, each completes something, or a part of a
+    prompt that is kept until the next one.
+    """
+
+    def __init__(self, inference: Scheduler, residency: Residency) -> None:
+        self._inference = inference
+        self._residency = residency
+        # The commands, and the steps since each of them.
+        self._pending: dict[OpId, tuple[commands.PreemptSlot, int]] = {}
+
+    @property
+    def operations(self) -> tuple[OpId, ...]:
+        """The operations that have not ended."""
+        return tuple(self._pending)
+
+    def add(self, command: commands.PreemptSlot) -> None:
+        """Suspend the generations of a slot and reset it, now or after a later step."""
+        self._suspend_or_wait(command, steps=0)
+
+    def after_step(self) -> None:
+        """Suspend and reset what has waited for this step."""
+        for command, steps in tuple(self._pending.values()):
+            self._suspend_or_wait(command, steps + 1)
+
+    def _suspend_or_wait(self, command: commands.PreemptSlot, steps: int) -> None:
+        place = (command.slot, command.generation)
+        if steps < PREEMPT_STEPS_MAX and not self._inference.has_progressed(*place):
+            self._pending[command.op] = command, steps
+            return
+        self._pending.pop(command.op, None)
+        self._inference.suspend(*place)
+        self._residency.execute(command)
 
 
 class Engine:
@@ -69,9 +110,8 @@ class Engine:
         self.residency: Final = Residency(
             arena, model.shapes, self._read, jobs, report, config.pins
         )
-        self._task = model.task
         self._dtype = str(model.dtype).removeprefix("torch.")
-        # A pool of their own, so that adapters don't wait for images to be decoded.
+        # A separate pool, so that adapters don't wait for images to be decoded.
         image_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
         residency = self.residency
         slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
@@ -209,7 +249,6 @@ class Engine:
 
     def _start_inference(self, command: commands.StartInference) -> None:
         try:
-            check_task(self._task, command)
             self._meter.arrived(command.op, command.request_id)
             self._inference.start(command)
         except EngineError as error:

@@ -19,9 +19,9 @@ from loradock.messages.prompts import (
     IMAGE_BYTES_MAX,
     IMAGES_BYTES_MAX,
     IMAGES_MAX,
-    IllustratedPrompt,
     Image,
     Inputs,
+    MultimodalPrompt,
     Prompt,
     Sampling,
     Structure,
@@ -88,7 +88,7 @@ def with_images(prompt: TextPrompt, images: ImageSource | Iterable[ImageSource])
                 f"the images of a prompt must have at most {IMAGES_BYTES_MAX} bytes together, the "
                 f"first {number} have {size}"
             )
-    return IllustratedPrompt(prompt, tuple(read))
+    return MultimodalPrompt(prompt, tuple(read))
 
 
 def _image(name: str, source: ImageSource) -> Image:

@@ -12,7 +12,7 @@ from loradock.cli.main import app
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from loradock.messages.prompts import IllustratedPrompt, Sampling, Structure
+from loradock.messages.prompts import MultimodalPrompt, Sampling, Structure
 from tests.support.simulation.command_runs import run, run_json, start_command
 from tests.support.simulation.standin_controller import PROMPT, StandIn
 from tests.support.waiting import HANG_S
@@ -41,7 +41,7 @@ def test_images_are_sent_with_the_text_in_order(controller, prompt):
     assert result.exit_code == 0, result.output
     assert result.stdout == "one\n"
     (request,) = controller.requests(rq.Generate)
-    assert request.prompt == IllustratedPrompt("<image> and <image>", (JPEG, PNG))
+    assert request.prompt == MultimodalPrompt("<image> and <image>", (JPEG, PNG))
 
 
 @pytest.mark.parametrize(

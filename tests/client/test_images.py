@@ -11,7 +11,7 @@ from loradock.messages.prompts import (
     IMAGE_BYTES_MAX,
     IMAGES_BYTES_MAX,
     IMAGES_MAX,
-    IllustratedPrompt,
+    MultimodalPrompt,
     Sampling,
 )
 from loradock.messages.wire import FRAME_BYTES_MAX, REQUESTS
@@ -30,7 +30,7 @@ def picture(tmp_path):
 
 
 def test_files_and_bytes_become_a_prompt_in_order(picture):
-    expected = IllustratedPrompt("a <image> b <image> c <image>", (JPEG, PNG, PNG))
+    expected = MultimodalPrompt("a <image> b <image> c <image>", (JPEG, PNG, PNG))
     images = [JPEG, picture, str(picture)]
     for given in (images, tuple(images), iter(images)):
         assert with_images(expected.text, given) == expected
@@ -38,9 +38,7 @@ def test_files_and_bytes_become_a_prompt_in_order(picture):
 
 def test_a_single_image_is_not_a_sequence(picture):
     for image in (PNG, picture, str(picture)):
-        assert (
-            with_images("t", image) == with_images("t", [image]) == IllustratedPrompt("t", (PNG,))
-        )
+        assert with_images("t", image) == with_images("t", [image]) == MultimodalPrompt("t", (PNG,))
 
 
 @pytest.mark.parametrize("prompt", ["text", (1, 2, 3)])
@@ -101,7 +99,7 @@ def test_both_clients_send_images_and_recover_from_losses(controller, picture, l
     with Client(controller.directory, timeout_s=HANG_S) as client:
         assert client.generate("t", "upper", images=[picture]).text() == "one"
     assert asyncio.run(generate()) == "one"
-    assert {request.prompt for request in controller.received} == {IllustratedPrompt("t", (PNG,))}
+    assert {request.prompt for request in controller.received} == {MultimodalPrompt("t", (PNG,))}
     assert controller.answered == 2
 
 

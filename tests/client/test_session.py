@@ -19,7 +19,7 @@ from loradock.client.errors import (
 from loradock.client.session import Session, answer_of
 from loradock.messages import requests as rq
 from loradock.messages.errors import MEANINGS, ErrorCode
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from loradock.messages.wire import BATCH_MAX, REPLIES, REQUESTS
 from tests.support.simulation.client_examples import TIMING, done, load, reply, sent, session
 
@@ -165,7 +165,7 @@ def test_frames_are_shared_within_the_bound_on_their_bytes():
     texts = [100, 524_288, 520_000, 100, 990_000, 9]
     for size in texts:
         client.begin(rq.Generate(NO_ID, None, "x" * size), 0.0, 1.0)
-    image = IllustratedPrompt("<image>", (bytes(2 << 20),))
+    image = MultimodalPrompt("<image>", (bytes(2 << 20),))
     client.begin(rq.Generate(NO_ID, None, image), 0.0, 1.0)
     load(client)
     frames = client.due(0.0)

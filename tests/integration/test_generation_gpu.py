@@ -8,14 +8,13 @@ import structlog
 import torch
 
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.inference.decoding import decode_probe
-from loradock.engine.inference.decoding.cuda_graphs import CudaCapture, GraphRunner
-from loradock.engine.inference.decoding.decode import DynamicDecode, StaticDecode
-from loradock.engine.inference.decoding.decode_probe import static_or_dynamic
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.loading import load_model
 from loradock.engine.punica import PunicaWrapper
+from loradock.engine.serving import startup
+from loradock.engine.serving.decoding import CudaCapture, DynamicDecode, GraphRunner, StaticDecode
+from loradock.engine.serving.startup import static_or_dynamic
 from loradock.messages.prompts import Sampling
 from tests.support.engine.decode_examples import NOT_STATIC
 from tests.support.engine.generation_bench import NAMES, REQUESTS, GenerationBench
@@ -52,7 +51,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[GraphRunner]:
         made.append(GraphRunner(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(decode_probe, "GraphRunner", make)
+    monkeypatch.setattr(startup, "GraphRunner", make)
     return made
 
 

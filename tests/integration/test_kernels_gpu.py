@@ -10,12 +10,12 @@ from random import Random
 import pytest
 import torch
 
-from loradock.engine.inference.decoding.cuda_graphs import CudaCapture, GraphKey, GraphRunner
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.layout import ModuleKind
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.punica.side_stream import SideStream
 from loradock.engine.punica.wrapper import ShrinkExpand
+from loradock.engine.serving.decoding import CudaCapture, GraphKey, GraphRunner
 from tests.support.kernels.kernel_cases import (
     ERRORS_MAX,
     Case,

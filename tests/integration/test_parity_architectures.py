@@ -3,7 +3,7 @@
 A batch mixes the base and five adapters of ranks 1, 4, 8, 24 and 64 (all linear layers, attention
 with rsLoRA, patterns of rank and alpha, embedding and head, one single projection), one per slot,
 and prompts of unequal lengths. A prefill is followed by two cached steps. Every row is computed in
-one padded pass per step, and in chunks: in flat passes where the trial at start chooses them.
+one padded pass per step, and in chunks: in packed passes where the trial at start chooses them.
 """
 
 from pathlib import Path

@@ -9,11 +9,11 @@ import pytest
 
 from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.inference.admission import SlotTable
 from loradock.engine.jobs import InlineJobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.residency.staging import stage
+from loradock.engine.serving.queue import SlotTable
 from loradock.messages.prompts import Sampling
 from tests.support.engine.generation_bench import SchedulerDriver
 from tests.support.models.causal_configs import build_model

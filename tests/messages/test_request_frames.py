@@ -11,7 +11,7 @@ from loradock.messages.prompts import (
     IMAGE_BYTES_MAX,
     IMAGES_BYTES_MAX,
     IMAGES_MAX,
-    IllustratedPrompt,
+    MultimodalPrompt,
 )
 from loradock.messages.requests import (
     ActivateAdapter,
@@ -46,7 +46,7 @@ def refused(frame: bytes) -> WireError:
 
 def illustrated(text: str, *sizes: int) -> bytes:
     """Return a request's frame, with images of these sizes in bytes."""
-    prompt = IllustratedPrompt(text, tuple(map(bytes, sizes)))
+    prompt = MultimodalPrompt(text, tuple(map(bytes, sizes)))
     return REQUESTS.encode((Generate("r", None, prompt),))
 
 

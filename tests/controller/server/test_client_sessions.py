@@ -14,7 +14,7 @@ from loradock.messages import requests as rq
 from loradock.messages.commands import StartGeneration, StopGeneration
 from loradock.messages.control import CancelRequest
 from loradock.messages.errors import ErrorCode
-from loradock.messages.prompts import IllustratedPrompt, Sampling
+from loradock.messages.prompts import MultimodalPrompt, Sampling
 from loradock.messages.views import PoolingTask
 from loradock.messages.wire import BATCH_MAX, REQUESTS, TOKEN_BYTES
 from tests.support.simulation.session_bench import LIMITS, TOKEN, SessionBench, id_of
@@ -115,7 +115,7 @@ def test_images_are_sent_to_the_engine_and_count_as_prompts(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "PAYLOAD_BYTES_MAX", 5 << 20)
-    prompt = IllustratedPrompt("<image>", (bytes(2 << 20), b"x"))
+    prompt = MultimodalPrompt("<image>", (bytes(2 << 20), b"x"))
     logged = bench.receive(generate("r-1", prompt))
     assert logged == records.GenerationRequested(id_of("r-1"), None, 700)
     assert bench.receive(generate("r-2", prompt)) is not None

@@ -16,13 +16,13 @@ from loradock.messages import commands, records, reports
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import NAME_PATTERN
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation.session_bench import ENGINE, LIMITS, SessionBench, id_of
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
 
 PATH = "tenants/vision"
-PICTURE = IllustratedPrompt("<image>", (b"x",))
+PICTURE = MultimodalPrompt("<image>", (b"x",))
 NAME = DefaultAdapters({"image": PATH}).by_modality["image"].name
 
 

@@ -14,7 +14,7 @@ from loradock.controller.log.replay import replay
 from loradock.controller.log.segments import verify
 from loradock.messages import commands, records
 from loradock.messages.ids import unscoped
-from loradock.messages.prompts import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, IllustratedPrompt
+from loradock.messages.prompts import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, MultimodalPrompt
 from tests.support.parallel.processes import controller
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
 from tests.support.waiting import HANG_S
@@ -33,7 +33,7 @@ def test_images_reach_the_engine_and_no_log(directory: Path, images: tuple[bytes
         generation = client.generate("a text", images=images)
         assert [chunk.text for chunk in generation] == ["ab"]
         [start] = engine.commands_of(commands.StartGeneration)
-        assert start.prompt == IllustratedPrompt("a text", images)
+        assert start.prompt == MultimodalPrompt("a text", images)
     assert verify(directory / "log").corruption is None
     size = sum(file.stat().st_size for file in (directory / "log").glob("*.log"))
     assert size < 10_000
@@ -62,7 +62,7 @@ def test_images_that_were_lost_with_a_controller_are_sent_again(directory: Path)
             assert not engine.commands_of(commands.StartGeneration)
             assert generation.text() == "ab"
             [start] = engine.commands_of(commands.StartGeneration)
-            assert start.prompt == IllustratedPrompt("a text", images)
+            assert start.prompt == MultimodalPrompt("a text", images)
             assert unscoped(start.request_id) == generation.request_id
         assert process.stop() == 0, process.output()
     assert replay(directory / "log", checked=True).divergence is None

@@ -14,7 +14,7 @@ from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.image_processor import load_processor
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.tokenization import CHARACTERS_PER_TOKEN_MAX, prompt_tokens
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from tests.support.engine.image_bench import KINDS
 from tests.support.models.image_examples import (
     IMAGE_MODELS,
@@ -106,7 +106,7 @@ def test_the_images_tokens_count_in_the_context(models: dict[str, CausalModel]) 
 
 def test_the_error_names_the_damaged_image(models: dict[str, CausalModel]) -> None:
     prompt = image_prompt("llava", "@ @", SQUARE, SQUARE)
-    damaged = IllustratedPrompt(prompt.text, (prompt.images[0], prompt.images[1][:60]))
+    damaged = MultimodalPrompt(prompt.text, (prompt.images[0], prompt.images[1][:60]))
     with pytest.raises(RequestRefused, match="image 2 "):
         models["llava"].prompt_reader.read(damaged)
 

@@ -1,10 +1,14 @@
 """The link's numbers: gaps and epochs are detected, and lost frames lose no report."""
 
+from random import Random
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loradock.engine.worker.controller_link import ControllerLink
+from loradock.engine.worker import controller_link
+from loradock.engine.worker.controller_link import ControllerLink, SeenOperations
 from loradock.messages.commands import (
     Command,
     ControllerBeat,
@@ -27,10 +31,6 @@ def attached(epoch: int = 3, seq: int = 5) -> ControllerLink:
         assert link.accept(DecodedFrame(epoch, number, DROP))
     link.mark_synchronised()
     return link
-
-
-def test_a_new_link_sends_the_inventory_first() -> None:
-    assert ControllerLink().needs_sync
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,6 @@ def test_reports_of_operations_are_counted_and_the_others_carry_the_last_number(
     assert numbers == [0, 1, 1, 2, 2, 2]
 
 
-def test_kept_reports_have_their_old_numbers_in_a_new_epoch() -> None:
-    link = attached(epoch=3)
-    for op in range(1, 5):
-        link.encode(WeightsDropped(op))
-    link.accept(DecodedFrame(4, 1, RequestInventory(2)))
-    frames = [REPORTS.decode(frame) for frame in link.unacknowledged_frames()]
-    assert frames == [DecodedFrame(4, 3, WeightsDropped(3)), DecodedFrame(4, 4, WeightsDropped(4))]
-
-
 @pytest.mark.parametrize("kind", [ControllerBeat, RequestInventory])
 def test_an_acknowledgement_of_a_report_never_sent_is_ignored(kind: type) -> None:
     link = attached()
@@ -149,3 +140,21 @@ def test_every_report_arrives_once_and_in_order_despite_lost_frames(
     link.accept(DecodedFrame(epoch + 1, 1, RequestInventory(len(logged))))
     deliver(link.unacknowledged_frames())
     assert logged == list(range(1, reported + 1))
+
+
+def test_seen_operations_are_bounded_and_never_forgotten_as_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(controller_link, "SEEN_MAX", 8)
+    random = Random(seed := torch.seed() % 2**32)
+    print(f"seed {seed}")
+    seen = SeenOperations()
+    executed: set[int] = set()
+    for step in range(400):
+        op = max(1, step // 2 + random.randint(-20, 4))
+        if seen.add(op):
+            assert op not in executed
+            executed.add(op)
+        assert seen.last == max(executed)
+        assert not seen.add(op)
+    assert len(seen._recent) <= 8

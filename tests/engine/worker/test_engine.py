@@ -8,6 +8,7 @@ import torch
 from msgspec import structs
 from peft import PeftModel
 
+from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.residency.residency import ResidencyCommand
 from loradock.engine.worker.engine import EngineCommand
 from loradock.messages import commands as cm
@@ -62,15 +63,6 @@ def test_each_step_of_a_life_cycle_has_one_report_and_shows_in_the_inventory(
         )
     assert Counter(report.op for report in bench.reports) == Counter(range(1, bench.op + 1))
     assert bench.engine.inventory().running == ()
-
-
-def test_the_inventory_names_the_engine_and_its_capacity(bench: EngineBench) -> None:
-    inventory = bench.engine.inventory()
-    assert inventory.engine_id == "e" * 32
-    assert inventory.pid > 0
-    assert inventory.model
-    assert (inventory.slots_max, inventory.device_bytes_max) == (4, 1 << 20)
-    assert (inventory.last_op, inventory.running, inventory.adapters) == (0, (), ())
 
 
 def test_generations_are_pefts_through_all_commands(
@@ -143,56 +135,6 @@ def test_an_operation_is_executed_once_even_if_it_arrives_late(bench: EngineBenc
     assert bench.adapters().keys() == {1, 2}
 
 
-def test_a_slot_reset_for_another_adapter_fails_only_its_old_sequences(bench: EngineBench) -> None:
-    bench.promote(1, "mlp", GPU_SLOT, slot=0)
-    bench.promote(2, "attention", PINNED)
-    bench.promote(3, "everything", GPU_SLOT, slot=1)
-    alone = bench.generate(3, 1, 1)
-    bench.wait(alone)
-    old, other = bench.generate(1, 0, 1, max_tokens=100), bench.generate(3, 1, 1)
-    bench.engine.step()
-    assert isinstance(bench.do(cm.ResetSlot, slot=0, generation=1), rp.SlotReset)
-    assert isinstance(bench.do(cm.WriteSlot, adapter_id=2, slot=0, generation=2), rp.SlotWritten)
-    new = bench.generate(2, 0, 2)
-    failure(bench.wait(old), ErrorCode.NOT_RESIDENT, "generation 1 of slot 0")
-    assert isinstance(bench.wait(new), rp.GenerationEnded)
-    assert isinstance(bench.wait(other), rp.GenerationEnded)
-    assert bench.tokens(other) == bench.tokens(alone)
-    failure(bench.wait(bench.generate(1, 0, 1)), ErrorCode.NOT_RESIDENT)
-    failure(bench.wait(bench.generate(1, 0, 2)), ErrorCode.NOT_RESIDENT)
-
-
-def test_an_adapter_is_used_in_the_slot_that_it_moved_to(bench: EngineBench) -> None:
-    bench.promote(1, "everything", GPU_SLOT, slot=2)
-    before = bench.generate(1, 2, 1)
-    bench.wait(before)
-    for slot, generation, last in [(0, 1, (2, 1)), (3, 1, (0, 1))]:
-        bench.do(cm.ResetSlot, slot=last[0], generation=last[1])
-        bench.do(cm.WriteSlot, adapter_id=1, slot=slot, generation=generation)
-        after = bench.generate(1, slot, generation)
-        bench.wait(after)
-        assert bench.tokens(after) == bench.tokens(before)
-    base = bench.generate(0, -1, 0)
-    bench.wait(base)
-    assert bench.tokens(base) != bench.tokens(before)
-
-
-def test_a_generation_is_stopped_and_resent(bench: EngineBench) -> None:
-    op = bench.generate(0, -1, 0, max_tokens=60)
-    for _ in range(2):
-        bench.engine.step()
-    bench.submit(cm.StopGeneration, target=op)
-    assert bench.wait(op) == rp.GenerationEnded(op, "cancelled", len(PROMPT), 2)
-    bench.engine.submit(cm.ResendTokens(f"r{op - 1}"))
-    bench.poll()
-    assert bench.reports[-1].offset == 0
-    assert len(bench.reports[-1].tokens) == 2
-    stop = bench.submit(cm.StopGeneration, target=op)
-    bench.poll()
-    assert bench.reports_of(stop) == []
-    assert bench.engine.last_op == stop
-
-
 def test_a_prefix_is_reused_by_the_fingerprint_of_an_adapter(bench: EngineBench) -> None:
     """Also after the adapter was in another slot, and never by another adapter in its slot."""
     prompt = tuple(range(40))
@@ -208,7 +150,7 @@ def test_a_prefix_is_reused_by_the_fingerprint_of_an_adapter(bench: EngineBench)
             **fields,
         )
         bench.engine.step()
-        reused = [row.table.reused for row in bench.engine._inference.batch._rows]
+        reused = [row.table.reused for row in bench.engine._inference.batch._members]
         bench.wait(op)
         return bench.tokens(op), sum(reused)
 
@@ -253,3 +195,36 @@ def test_a_failing_compaction_is_raised_because_it_ends_the_engine(
     monkeypatch.setattr(bench.engine.residency.arena._copier, "move", failing_move)
     with pytest.raises(RuntimeError, match="the device failed"):
         bench.do(cm.WriteSlot, adapter_id=3, slot=0, generation=2)
+
+
+def test_a_request_with_several_outputs_is_one_in_the_statistics(
+    make_engine: Callable[..., EngineBench], no_eos: None
+) -> None:
+    bench = make_engine()
+    sampling = Sampling(max_tokens=8, temperature=1.0, n=3)
+    fields = {"adapter_id": 0, "slot": -1, "generation": 0, "prompt": PROMPT, "sampling": sampling}
+    op = bench.submit(cm.StartGeneration, request_id="several", **fields)
+    for _ in range(3):
+        bench.engine.step()
+    found = bench.engine.statistics()
+    assert (found.running, found.waiting) == (1, 0)
+    bench.wait(op)
+    assert bench.engine.statistics().preempted == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "batching", "refusal"),
+    [({}, "paged", ""), ({"paged_attention": False}, "padded", "paged_attention is off")],
+)
+def test_the_batching_mode_is_shown_with_the_reason(
+    make_engine: Callable[..., EngineBench],
+    prepared_model: CausalModel,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, bool],
+    batching: str,
+    refusal: str,
+) -> None:
+    # The model is shared with other tests, which add theirs.
+    monkeypatch.setattr(prepared_model, "refusals", ())
+    found = make_engine(**changes).engine.statistics()
+    assert (found.batching, found.batching_refusal) == (batching, refusal)

@@ -8,7 +8,7 @@ import pytest
 
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from tests.support.gateway.outputs import generate, only_generation, prompt, refuse, sampling
 from tests.support.gateway.served import Served
 
@@ -161,7 +161,7 @@ def test_images_have_their_place(served: Served) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": data}
     content = [{"type": "text", "text": "see "}, {"type": "image", "source": source}]
     served.post(PATH, {**BODY, "messages": [{"role": "user", "content": content}]})
-    assert only_generation(served).prompt == IllustratedPrompt(
+    assert only_generation(served).prompt == MultimodalPrompt(
         "<user>see <image><assistant>", (b"png bytes",)
     )
 

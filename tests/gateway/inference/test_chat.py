@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loradock.messages import requests as rq
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from tests.support.gateway.outputs import only_generation, prompt, sampling
 from tests.support.gateway.served import Served, data_of
 
@@ -65,7 +65,7 @@ def test_an_image_has_its_place_in_the_prompt(served: Served) -> None:
         {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}},
     ]
     served.post(PATH, {"messages": [{"role": "user", "content": parts}]})
-    expected = IllustratedPrompt("<user>what is <image><assistant>", (b"png bytes",))
+    expected = MultimodalPrompt("<user>what is <image><assistant>", (b"png bytes",))
     assert only_generation(served).prompt == expected
 
 

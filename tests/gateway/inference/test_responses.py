@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from tests.support.gateway.outputs import generate, only_generation, prompt, refuse, sampling
 from tests.support.gateway.served import Served
 
@@ -157,7 +157,7 @@ def test_images_have_their_place(served: Served) -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,cG5n", "detail": "auto"}
     content = [{"type": "input_text", "text": "see "}, image]
     served.post(PATH, {"input": [{"role": "user", "content": content}]})
-    assert only_generation(served).prompt == IllustratedPrompt(
+    assert only_generation(served).prompt == MultimodalPrompt(
         "<user>see <image><assistant>", (b"png",)
     )
 

@@ -11,8 +11,7 @@ from loradock.controller.server.engine_link import EngineLink
 from loradock.controller.server.event_stream import EventStream
 from loradock.controller.server.inputs import LogicalClock
 from loradock.controller.server.supervision import EngineSupervision
-from loradock.engine.worker.controller_link import ControllerLink
-from loradock.engine.worker.seen_operations import SeenOperations
+from loradock.engine.worker.controller_link import ControllerLink, SeenOperations
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
 

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from loradock.controller.core.limits import Limits
-from loradock.engine.worker.seen_operations import SeenOperations
+from loradock.engine.worker.controller_link import SeenOperations
 from loradock.engine.worker.worker import Worker
 from loradock.messages import commands, reports, requests
 from loradock.messages.errors import ErrorCode

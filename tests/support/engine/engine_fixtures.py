@@ -18,6 +18,7 @@ from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.loading import load_model
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.engine.engine_examples import ADAPTERS, tiny_config
+from tests.support.engine.generation_bench import GenerationBench
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,3 +100,18 @@ def make_engine(
     yield make
     for bench in benches:
         bench.engine.close()
+
+
+@pytest.fixture
+def bench_of(
+    prepared_model: CausalModel, adapter_root: Path, engine_config: EngineConfig
+) -> Callable[..., GenerationBench]:
+    """Return a maker of schedulers with these changes of the configuration."""
+    return lambda **changes: GenerationBench(
+        prepared_model, adapter_root, replace(engine_config, **changes)
+    )
+
+
+@pytest.fixture
+def bench(bench_of: Callable[..., GenerationBench]) -> GenerationBench:
+    return bench_of()

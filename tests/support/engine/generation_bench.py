@@ -9,14 +9,14 @@ from msgspec import structs
 
 from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.inference.admission import SlotTable
-from loradock.engine.inference.generation_scheduler import GenerationScheduler
-from loradock.engine.inference.paged_batch import PagedBatch
 from loradock.engine.jobs import InlineJobs, Jobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.punica import PunicaWrapper
 from loradock.engine.residency.staging import stage
+from loradock.engine.serving.paged_batch import PagedBatch
+from loradock.engine.serving.queue import SlotTable
+from loradock.engine.serving.scheduler import GenerationScheduler
 from loradock.messages.commands import StartGeneration
 from loradock.messages.ids import OpId
 from loradock.messages.prompts import Prompt, Sampling
@@ -104,9 +104,9 @@ class SchedulerDriver:
         """Call `around` in place of each forward pass, with every row's tokens and the pass."""
         batch = self.scheduler.batch
         if isinstance(batch, PagedBatch):
-            flat = batch._flat.forward
+            flat = batch._packed.forward
             monkeypatch.setattr(
-                batch._flat,
+                batch._packed,
                 "forward",
                 lambda rows: around([len(row.tokens) for row in rows], lambda: flat(rows)),
             )

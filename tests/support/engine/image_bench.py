@@ -15,7 +15,6 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 
 from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.inference.admission import SlotTable
 from loradock.engine.jobs import InlineJobs, Jobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.caches.kv_cache import BatchKVCache
@@ -27,6 +26,7 @@ from loradock.engine.models.vision.image_inputs import position_offsets
 from loradock.engine.parallel import SINGLE, ParallelGroup
 from loradock.engine.punica import LoRAMapping
 from loradock.engine.residency.staging import stage
+from loradock.engine.serving.queue import SlotTable
 from loradock.messages.ids import OpId
 from loradock.messages.prompts import Prompt
 from tests.support.engine.generation_bench import SchedulerDriver

@@ -18,13 +18,13 @@ from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.caches.row_cache import RowCache
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.paging.block_pool import BlockPool
-from loradock.engine.paging.block_table import BlockTable
-from loradock.engine.paging.flat_model import FlatModel, FlatRefused, try_flat
-from loradock.engine.paging.paged_cache import FlatRow
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.staging import Blob, stage
+from loradock.engine.serving.blocks import BlockPool, BlockTable
+from loradock.engine.serving.forward import PackedModel
+from loradock.engine.serving.paged_cache import PackedChunk
+from loradock.engine.serving.startup import PackedRefused, probe_packed
 from tests.support.engine.engine_examples import relative_error
 
 ParityRow = tuple[str | None, tuple[int, ...]]
@@ -107,12 +107,12 @@ class ParityBench:
     def flat_steps(
         self, rows: list[ParityRow], next_tokens: Sequence[int], columns: int
     ) -> list[Tensor]:
-        """Return what `steps` returns, from flat passes: chunks of `columns` tokens per row.
+        """Return what `steps` returns, from packed passes: chunks of `columns` tokens per row.
 
         Rows that are done with their prompts decode while others are not.
         """
         ids = [0 if name is None else self.ids[name] for name, _ in rows]
-        flat, pool = FlatModel(self.model, 4 * len(rows)), BlockPool(4 * len(rows))
+        flat, pool = PackedModel(self.model, 4 * len(rows)), BlockPool(4 * len(rows))
         tables = [BlockTable(pool, None) for _ in rows]
         found: list[list[Tensor]] = [[] for _ in rows]
         wanted = [[*prompt, *next_tokens] for _, prompt in rows]
@@ -123,7 +123,7 @@ class ParityBench:
                 end = min(begin + columns, prompt) if begin < prompt else begin + 1
                 if begin < len(tokens):
                     table.reserve(end)
-                    step.append((row, FlatRow(tokens[begin:end], table)))
+                    step.append((row, PackedChunk(tokens[begin:end], table)))
             index = [ids[row] for row, part in step for _ in part.tokens]
             self._map(LoRAMapping(index, [ids[row] for row, _ in step], is_prefill=True))
             for (row, part), logits in zip(step, flat.forward([p for _, p in step]), strict=True):
@@ -133,12 +133,12 @@ class ParityBench:
         return list(torch.stack([torch.stack(logits) for logits in found], dim=1))
 
     def refusal_of_flat_passes(self) -> str:
-        """Return why the model can't be run in flat passes; empty if it can."""
+        """Return why the model can't be run in packed passes; empty if it can."""
         try:
-            try_flat(
+            probe_packed(
                 self.model, lambda tokens, rows: self._map(LoRAMapping([0] * tokens, [0] * rows))
             )
-        except FlatRefused as refusal:
+        except PackedRefused as refusal:
             return str(refusal)
         return ""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loradock.engine.inference.decoding.cuda_graphs import DecodeStep
+from loradock.engine.serving.decoding import DecodeStep
 
 Operation = tuple[Any, Any, Any, Any]
 """A function, its positional and keyword arguments, and its result."""

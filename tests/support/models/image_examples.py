@@ -29,7 +29,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from loradock.messages.prompts import IllustratedPrompt
+from loradock.messages.prompts import MultimodalPrompt
 from tests.support.models.image_text_examples import KINDS, MORE_KINDS, TEXT
 
 VOCABULARY = 300
@@ -158,10 +158,10 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def image_prompt(kind: str, text: str, *images: Image.Image) -> IllustratedPrompt:
+def image_prompt(kind: str, text: str, *images: Image.Image) -> MultimodalPrompt:
     """Return `text` with the type's placeholder for each `@`, and the images."""
     shown = text.replace("@", IMAGE_MODELS[kind].shown)
-    return IllustratedPrompt(shown, tuple(png(image) for image in images))
+    return MultimodalPrompt(shown, tuple(png(image) for image in images))
 
 
 def tokenizer(special: tuple[str, ...], named: Mapping[str, str]) -> PreTrainedTokenizerFast:

@@ -10,11 +10,11 @@ import torch
 
 from loradock.engine.config import EngineConfig
 from loradock.engine.errors import ModelRefused
-from loradock.engine.inference.admission import SlotTable
-from loradock.engine.inference.pooling_scheduler import PoolingScheduler
 from loradock.engine.layout import columns_of_one_adapter
 from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import ParallelGroup
+from loradock.engine.serving.pooling import PoolingScheduler
+from loradock.engine.serving.queue import SlotTable
 from loradock.messages.commands import StartPooling
 from loradock.messages.reports import OperationFailed, PoolingEnded, Report
 from loradock.messages.views import PoolingTask

@@ -6,7 +6,7 @@ Each violates the format in one place and would be valid without that.
 from loradock.messages import reports as rp
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from loradock.messages.prompts import IllustratedPrompt, Sampling
+from loradock.messages.prompts import MultimodalPrompt, Sampling
 from loradock.messages.wire import FRAME_BYTES_MAX, REPLIES, REPORTS, REQUESTS
 
 NAMES = ("..", "a..b", ".", "", "a/b", "/etc", "a\n", "a\0", "a b", "ä", "x" * 129)
@@ -39,11 +39,11 @@ FRAMES: dict[str, tuple[bytes, ...]] = {
     "two megabytes of prompt": (_frame(rq.Generate("x", None, "p" * (2 << 20))),),
     "two megabytes of nothing": (bytes(2 * FRAME_BYTES_MAX),),
     "two megabytes of an image to embed": (
-        _frame(rq.Embed("x", None, (IllustratedPrompt("i", (bytes(2 << 20),)),))),
+        _frame(rq.Embed("x", None, (MultimodalPrompt("i", (bytes(2 << 20),)),))),
     ),
-    "an image to classify": (_frame(rq.Classify("x", None, (IllustratedPrompt("i", (b"x",)),))),),
+    "an image to classify": (_frame(rq.Classify("x", None, (MultimodalPrompt("i", (b"x",)),))),),
     "more images than may be": (
-        _frame(rq.Generate("x", None, IllustratedPrompt("i", (b"x",) * 17))),
+        _frame(rq.Generate("x", None, MultimodalPrompt("i", (b"x",) * 17))),
     ),
     "an id with a newline": (_frame(rq.ShowStatus("a\nb")),),
     "an id that is too long": (_frame(rq.ShowStatus("x" * 65)),),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loradock.messages import commands, control, events, reports, requests
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import NAME_PATTERN, REQUEST_PATTERN
-from loradock.messages.prompts import IllustratedPrompt, Sampling, Structure, Truncation
+from loradock.messages.prompts import MultimodalPrompt, Sampling, Structure, Truncation
 from loradock.messages.records import (
     ControllerStarted,
     EngineLost,
@@ -282,7 +282,7 @@ EXAMPLES: dict[type, Any] = {
     )
 }
 
-_ILLUSTRATED = IllustratedPrompt("<image> Grüße <image>", (b"\x89PNG\r\n", b"\xff\xd8"))
+_ILLUSTRATED = MultimodalPrompt("<image> Grüße <image>", (b"\x89PNG\r\n", b"\xff\xd8"))
 VARIANTS: dict[str, Any] = {
     "request/Generate with images": requests.Generate(
         "r-18", "tenant-17", _ILLUSTRATED, _SAMPLING, 60_000, -1

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.inference.admission import SlotTable
-from loradock.engine.inference.generation_scheduler import GenerationScheduler
 from loradock.engine.jobs import InlineJobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.models.positions import CONTEXT_TOKENS_DEFAULT
+from loradock.engine.serving.queue import SlotTable
+from loradock.engine.serving.scheduler import GenerationScheduler
 from loradock.messages.prompts import Sampling
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.generation_bench import SchedulerDriver

@@ -1,1 +1,0 @@
-"""Requests to tokens and vectors: queue, batch, decode, sample, detokenize."""

@@ -1,1 +1,0 @@
-"""Queues of waiting sequences: in turns of their adapters, and by priority."""

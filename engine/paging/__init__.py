@@ -1,1 +1,0 @@
-"""Keys and values in blocks of tokens, and forward passes of unequal rows without padding."""

@@ -1,1 +1,0 @@
-"""Logits to tokens: penalties, structures, the choice itself, and log-probabilities."""

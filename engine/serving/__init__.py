@@ -1,0 +1,1 @@
+"""The serving room: who runs next, in which blocks, and who waits."""

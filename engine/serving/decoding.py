@@ -1,0 +1,378 @@
+"""Decode steps of a padded batch: dynamic, over a KV cache that grows, or static and captured.
+
+A static step uses the KV buffers up to the next power of two of rows and of columns, so that it can
+be captured as a CUDA graph, one per shape, and replayed for every batch of that shape. Its inputs
+are one small table on the device, and it reads nothing back to the host. Unused rows are dummies:
+one token of the base model each, which attends only to itself.
+
+A graph is replayed for a mapping only if the mapping's kernel launches equal the captured ones.
+Adapters, ranks, slots and base rows may differ from replay to replay: kernels read them on the
+device. With `specialize_active_lora` the number of active adapters, rounded up to a power of two,
+is part of the key; without it one graph serves every number.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+from weakref import ReferenceType, ref
+
+import structlog
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.caches.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.punica.wrapper import LaunchKey, PunicaWrapper
+
+_log = structlog.get_logger()
+
+GRAPHS_MAX: Final = 64
+"""The most graphs that are kept."""
+
+_DUMMY: Final = (0, 1, 0)
+"""A dummy row's token, length and position."""
+
+DecodeStep = Callable[[], Tensor]
+"""Work over tensors of fixed address, into which the caller writes the inputs before each call."""
+
+Shared = TypeVar("Shared")
+
+_DATA_DEPENDENT: Final = frozenset(
+    (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape),
+)
+"""PyTorch's tags of operations that the host has to wait for."""
+
+_INDEXED: Final = (torch.ops.aten.index,)
+_INDEX_WRITES: Final = (
+    *(torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_),
+)
+"""Operations that the host waits for only if an index is a mask."""
+
+_GROUPED: Final = torch.ops.aten._grouped_mm
+_GROUPED_DTYPE: Final = torch.bfloat16
+_GROUPED_MAJORS: Final = (9, 10)
+"""The dtype and the compute capabilities for which a grouped matmul is one kernel. For all others
+PyTorch copies the groups' ends to the host, without a dispatched operation, and loops over them."""
+
+_COPIES: Final = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
+"""Operations that may copy from one device to another."""
+
+
+class HostSync(RuntimeError):  # noqa: N818 - named by what was found, like the engine's errors
+    """Work that had to run on the device alone needed the host."""
+
+
+class ForbidHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which operations that read `device`, or copy to or from it, raise `HostSync`.
+
+    Work that passes can be captured and replayed with other data. There is no list of operations:
+    PyTorch's own tags specify whether a result depends on data.
+
+    An operation reads the device if its result is a value, or has a shape, that depends on data
+    there. With another `device`, data on the host may be read. On a CPU `tolist` and `numpy` read
+    memory without a dispatched operation and are not detected.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device.type
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one operation, unless it reads or copies."""
+        if _depends_on_data(func, args) and self._device in _devices_of(args):
+            raise HostSync(f"{func} reads the device")
+        result = self._decomposed(func, args, kwargs or {})
+        if result is NotImplemented:
+            result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _COPIES and len({*_devices_of(args), *_devices_of([result])}) > 1:
+            raise HostSync(f"{func} copies between the device and the host")
+        return result
+
+    def _decomposed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a composite operation, each part of which is checked."""
+        with self:
+            return func.decompose(*args, **kwargs)
+
+
+def _depends_on_data(func: Any, args: Sequence[Any]) -> bool:
+    operation = func.overloadpacket
+    if operation is _GROUPED:
+        return _loops_on_host(args[0])
+    if operation in _INDEXED:
+        return any(_is_mask(index) for index in args[1])
+    if operation in _INDEX_WRITES:
+        # One value is written under a mask without a count of its elements.
+        return args[2].numel() > 1 and any(_is_mask(index) for index in args[1])
+    return not _DATA_DEPENDENT.isdisjoint(func.tags)
+
+
+def _loops_on_host(x: Tensor) -> bool:
+    """Return whether a grouped matmul over these rows is a loop on the host."""
+    if x.device.type != "cuda":
+        return False
+    major, _ = torch.cuda.get_device_capability(x.device)
+    return x.dtype != _GROUPED_DTYPE or major not in _GROUPED_MAJORS
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _devices_of(values: Sequence[Any]) -> list[str]:
+    return [value.device.type for value in values if isinstance(value, Tensor)]
+
+
+class SyncCheckedRunner:
+    """Calls every step, and raises `HostSync` for one that could not be captured."""
+
+    failure = ""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
+        """Return the result of `step` under the current mapping."""
+        del shape
+        with ForbidHostSync(self._device):
+            return step()
+
+    def invalidate(self) -> None:
+        """Do nothing: nothing is captured."""
+
+
+class GraphKey(NamedTuple):
+    """The properties that a captured step depends on: its shape, and the mapping's launches."""
+
+    shape: Hashable
+    launches: LaunchKey
+
+
+class WeakShared(Generic[Shared]):
+    """Returns one object for as long as its callers keep it alive, and then a new one."""
+
+    def __init__(self, make: Callable[[], Shared]) -> None:
+        self._make = make
+        self._latest: ReferenceType[Shared] | None = None
+
+    def __call__(self) -> Shared:
+        """Return the live object, or make one."""
+        shared = None if self._latest is None else self._latest()
+        if shared is None:
+            shared = self._make()
+            self._latest = ref(shared)
+        return shared
+
+
+class _Pool:
+    """A memory pool of graphs, which lives as long as any of them.
+
+    PyTorch captures nothing more into a pool whose last graph is gone while a tensor is in it.
+    """
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+
+class _Replay:
+    """A captured step: calling it replays the graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor, pool: _Pool) -> None:
+        self._graph, self._output, self._pool = graph, output, pool
+
+    def __call__(self) -> Tensor:
+        self._graph.replay()
+        return self._output
+
+
+class CudaCapture:
+    """Captures a step as a CUDA graph; the result replays it.
+
+    All live graphs share one memory pool, so an output is valid until the next replay of any
+    graph. Raises `ValueError` for a device that is not CUDA.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"graphs can't be captured on {device}; a CUDA device is needed")
+        self._pool = WeakShared(_Pool)
+        # The same stream for all graphs: libraries keep memory for each stream that they have seen.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, step: DecodeStep) -> DecodeStep:
+        """Return the step's graph."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        # A failed capture does not restore the current stream; this does.
+        try:
+            with torch.cuda.stream(self._stream):
+                # Kernels are compiled and scratch memory grows before the capture.
+                for _ in range(2):
+                    step()
+                return self._record(step, self._pool())
+        finally:
+            # Also if that failed: the step is then called directly on the current stream.
+            current.wait_stream(self._stream)
+
+    def _record(self, step: DecodeStep, pool: _Pool) -> _Replay:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads allocate page-locked memory meanwhile, which is not part of the graph.
+        with torch.cuda.graph(
+            graph, pool=pool.handle, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            output = step()
+        return _Replay(graph, output, pool)
+
+
+class GraphRunner:
+    """Runs every step as the graph that `capture` made at the first call with its key.
+
+    Steps of equal shape must do the same to the same tensors; a result is valid until the next
+    call. The mapping is set on `punica` before each call. At most `graphs_max` graphs are kept; the
+    least recently used one is evicted. A step for which `capture` fails is called directly, and
+    `failure` is the reason.
+    """
+
+    def __init__(
+        self,
+        punica: PunicaWrapper,
+        capture: Callable[[DecodeStep], DecodeStep],
+        graphs_max: int = GRAPHS_MAX,
+    ) -> None:
+        self.failure = ""
+        self._punica = punica
+        self._capture = capture
+        self._graphs_max = graphs_max
+        self._captured: dict[GraphKey, DecodeStep | None] = {}
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """The keys of all graphs, the most recently used last."""
+        return tuple(self._captured)
+
+    def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
+        """Replay the graph of this shape and mapping; capture it first if there is none."""
+        key = GraphKey(shape, self._punica.launch_key)
+        if not key.launches.is_fixed:
+            return step()
+        if key in self._captured:
+            replay = self._captured.pop(key)
+        else:
+            if len(self._captured) >= self._graphs_max:
+                del self._captured[next(iter(self._captured))]
+            replay = self._try_to_capture(step, key)
+        self._captured[key] = replay
+        return step() if replay is None else replay()
+
+    def invalidate(self) -> None:
+        """Drop all graphs: the tensors of all steps were reallocated."""
+        self._captured.clear()
+
+    def _try_to_capture(self, step: DecodeStep, key: GraphKey) -> DecodeStep | None:
+        try:
+            return self._capture(step)
+        except RuntimeError as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            _log.warning("a step is not captured", key=key, reason=self.failure)
+            return None
+
+
+StepRunner = SyncCheckedRunner | GraphRunner
+"""Runs steps; `failure`: why a step was called directly instead, empty if none was."""
+
+
+class DynamicDecode:
+    """The model's own forward pass, over one more column with every step."""
+
+    keeps_capacity = False
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model = model
+
+    def padded_rows(self, rows: int) -> int:
+        """Return `rows`: there are no dummies."""
+        return rows
+
+    def run(self, tokens: Tensor, cache: BatchKVCache) -> Tensor:
+        """Return the logits after each row's token, [rows, vocabulary].
+
+        tokens: [rows, 1] int64 on the host. `cache.lengths` already counts them.
+        """
+        return self._model.forward(tokens, cache, ())
+
+
+class _StepInputs(NamedTuple):
+    """A step's inputs on the device, views of one tensor: [rows] each, and the column as [1]."""
+
+    tokens: Tensor
+    lengths: Tensor
+    positions: Tensor
+    column: Tensor
+
+
+class StaticDecode:
+    """Static steps, run by `runner`, over at least `columns_min` columns."""
+
+    keeps_capacity = True
+
+    def __init__(
+        self, model: CausalModel, runner: StepRunner, columns_min: int = STATIC_COLUMNS_MIN
+    ) -> None:
+        self._model = model
+        self._runner = runner
+        self._columns_min = columns_min
+        self._input_buffers: dict[int, Tensor] = {}
+        self._buffers_key: tuple[object, ...] = ()
+
+    def padded_rows(self, rows: int) -> int:
+        """Return the number of rows, dummies included, that the mapping of a step must have."""
+        return next_power_of_two(rows)
+
+    def run(self, tokens: Tensor, cache: BatchKVCache) -> Tensor:
+        """Write the step's inputs to the device, run it, and count the column that it wrote.
+
+        Takes and returns what `DynamicDecode.run` does; the result is valid until the next call.
+        """
+        shape = cache.reserve(self._columns_min)
+        if cache.buffers_key != self._buffers_key:
+            # Captured steps read and write the old buffers.
+            self._runner.invalidate()
+            self._buffers_key = cache.buffers_key
+        rows = list(zip(tokens[:, 0].tolist(), cache.lengths, cache.positions, strict=True))
+        inputs = self._write(rows, shape.rows, shape.column)
+
+        def step() -> Tensor:
+            static = cache.static_cache(shape.rows, shape.columns, inputs.column)
+            mask = static_mask(inputs.lengths, inputs.column, shape.columns)
+            positions = (inputs.positions - 1).clamp(min=0)
+            return self._model.run(inputs.tokens[:, None], mask, positions[:, None], static)
+
+        logits = self._runner.run(step, (shape.rows, shape.columns))
+        cache.advance()
+        return logits[: len(cache)]
+
+    def _write(
+        self, rows: list[tuple[int, int, int]], padded_rows: int, column: int
+    ) -> _StepInputs:
+        """Write each row's (token, length, position), and the column, into the inputs' buffer."""
+        if padded_rows not in self._input_buffers:
+            size = 3 * padded_rows + 1
+            # A tensor made in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                buffer = torch.zeros(size, dtype=torch.int64, device=self._model.device)
+            self._input_buffers[padded_rows] = buffer
+        buffer = self._input_buffers[padded_rows]
+        padded = rows + [_DUMMY] * (padded_rows - len(rows))
+        buffer.copy_(torch.tensor([*chain.from_iterable(zip(*padded, strict=True)), column]))
+        return _StepInputs(*torch.split(buffer, [padded_rows, padded_rows, padded_rows, 1]))
+
+
+DecodeStrategy = DynamicDecode | StaticDecode
+"""Runs decode steps over a `BatchKVCache` that was made with its `keeps_capacity`."""

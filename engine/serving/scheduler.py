@@ -1,0 +1,336 @@
+"""Continuous batching: requests join and leave the running batch between two forward passes.
+
+A step is one decode step of all running sequences and one chunk of waiting prompts, within a budget
+of tokens. Who is next is decided here and in three places below: the queue orders what waits
+(`engine/serving/queue.py`), the batch admits from it what fits into its blocks
+(`engine/serving/paged_batch.py`), and a sequence that runs is taken out here: if its adapter's slot
+is given to another one (`suspend`), if another adapter waits long (`_preempt_for_others`), or if
+memory lacks (`on_preemption`, `on_failure`). Its KV cache is then kept or computed again.
+
+Before every forward pass each sequence's slot and slot version are checked against the arena; a
+stale sequence fails alone (L007). Adapters are not scheduled here: a request names its slot.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import NotResident
+from loradock.engine.jobs import Jobs
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.engine.serving.forward import ForwardError, KVUse, Waiting
+from loradock.engine.serving.generations import Generations
+from loradock.engine.serving.pooling import PoolingScheduler
+from loradock.engine.serving.prompts import PromptPrefetcher, PromptReader
+from loradock.engine.serving.queue import SlotTable, WaitingQueue, check_admission, other_task
+from loradock.engine.serving.sequence import Sequence
+from loradock.engine.serving.startup import choose_batch
+from loradock.messages.commands import ResumeGeneration, StartGeneration, StartInference
+from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import OpId, RequestId, Slot
+from loradock.messages.reports import Report
+
+PREEMPT_AFTER_STEPS: Final = 32
+"""A waiting adapter with fewer running sequences than another one waits at most this many steps."""
+
+RECOVERY_STEPS: Final = 64
+"""After a lack of memory, one more sequence runs together after each of these steps."""
+
+
+class GenerationScheduler:
+    """The sequences of all generations of an engine: those that wait, and those that run.
+
+    Used by one thread, which calls `step` while not idle. `batch`: the sequences that are computed,
+    which report to this class. Reports leave through `emit`; `jobs` processes images and long
+    texts, and compiles structures.
+
+    Suspended generations have no slot: they keep their outputs, samplers and, while memory allows,
+    their keys and values, until their adapter is in a slot again.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        punica: PunicaWrapper,
+        slots: SlotTable,
+        config: EngineConfig,
+        emit: Callable[[Report], None],
+        jobs: Jobs[OpId],
+    ) -> None:
+        self._slots = slots
+        self._config = config
+        self._prompts = PromptReader(model)
+        self._prefetcher = PromptPrefetcher(jobs)
+        self._generations = Generations(model, emit)
+        self._waiting: WaitingQueue[Sequence] = WaitingQueue(slots.weight_of)
+        self._suspended: set[OpId] = set()
+        # The number of the next waiting sequences that are prefilled one at a time.
+        self._prefill_singly = 0
+        # Fewer than the configuration allows after a lack of memory.
+        self._sequences_max = config.max_num_seqs
+        self._steps = 0
+        # The number of steps in which sequences waited for the batch or for memory.
+        self._full_steps = 0
+        self.batch = choose_batch(model, punica, slots, config, self)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether `step` would do nothing."""
+        return not self._waiting and not self.batch.size
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether prompts are being processed on any rank; only `collect` detects the end."""
+        return self._prefetcher.is_busy
+
+    @property
+    def operations(self) -> list[OpId]:
+        """The operations whose generations have not ended."""
+        return self._generations.operations
+
+    @property
+    def suspended(self) -> list[OpId]:
+        """The operations whose generations wait for a slot, in order."""
+        return sorted(self._suspended)
+
+    @property
+    def running(self) -> list[OpId]:
+        """The operations that take part in the next step."""
+        return [sequence.command.op for sequence in self.batch.sequences]
+
+    @property
+    def kv_use(self) -> KVUse:
+        """The memory of keys and values."""
+        return self.batch.kv_use
+
+    def start(self, command: StartInference) -> None:
+        """Queue a generation; raises `EngineError` if it can't be run."""
+        if not isinstance(command, StartGeneration):
+            raise other_task("generate", command)
+        waiting = len(self._waiting) + len(self._prefetcher)
+        waiting_max = self._config.queue_requests_max
+        check_admission(command, self._slots, waiting, waiting_max, self._generations)
+        prepare, is_long = self._prompts.preparation_of(command.prompt, command.sampling)
+        if is_long:
+            self._prefetcher.add(self._generations.add(command), prepare, self._ready)
+        else:
+            prepared = prepare()
+            sequence = self._generations.add(command)
+            self._generations.of(sequence).set_prompt(prepared)
+            self._enqueue(sequence)
+
+    def stop(self, target: OpId) -> None:
+        """End the generation that operation `target` started; do nothing if it has ended."""
+        ended = self._generations.cancel(target)
+        self._forget_suspended(target, ended)
+        waiting = [one for one in ended if self._waiting.remove(one.command.adapter_id, one)]
+        for sequence in ended:
+            if sequence not in waiting:
+                self._prefetcher.cancel(sequence)
+        if len(waiting) < len(ended):
+            self.batch.keep(lambda one: one not in ended)
+
+    def has_progressed(self, slot: Slot, slot_version: int) -> bool:
+        """Whether a slot may be taken from its generations: the oldest, if any, has a new token."""
+        oldest = next(iter(self._generations.using(slot, slot_version)), None)
+        return oldest is None or any(one.has_progressed for one in oldest.sequences)
+
+    def suspend(self, slot: Slot, slot_version: int) -> None:
+        """Take all generations of a slot out of the batch, until `resume`.
+
+        Prompts that are being processed continue to be.
+        """
+        leaving: list[Sequence] = []
+        for generation in self._generations.using(slot, slot_version):
+            self._suspended.add(generation.op)
+            leaving += generation.unfinished
+        self.batch.suspend(
+            [one for one in leaving if not self._waiting.remove(one.command.adapter_id, one)]
+        )
+
+    def resume(self, command: ResumeGeneration) -> None:
+        """Continue a generation in a slot; do nothing for one that is not suspended.
+
+        Those of one adapter wait in the order of these calls, so the oldest is to be the first.
+        """
+        if command.target not in self._suspended:
+            return
+        self._suspended.remove(command.target)
+        found = self._generations.find(command.target)
+        if found is not None:
+            for sequence in found.sequences:
+                sequence.resume(command.slot, command.generation)
+            for sequence in found.unfinished:
+                # A prompt that is being processed is queued when it is collected.
+                if sequence.prompt:
+                    self._enqueue(sequence)
+
+    def resend(self, request_id: RequestId) -> None:
+        """Send running or recent outputs again from their first tokens, if they are known."""
+        self._generations.resend(request_id)
+
+    def collect(self) -> None:
+        """Move sequences whose prompts have been processed to the queue."""
+        if not len(self._prefetcher):
+            return
+        for sequence, future in self._prefetcher.collect(self._ready):
+            error = future.exception()
+            if error is not None:
+                self._fail(sequence, error)
+            else:
+                self._generations.of(sequence).set_prompt(future.result())
+                if sequence.command.op not in self._suspended:
+                    self._enqueue(sequence)
+
+    def close(self) -> None:
+        """Start no more jobs."""
+        self._prefetcher.close()
+
+    def step(self) -> None:
+        """Admit waiting sequences, prefill a chunk of prompts, and decode a token per sequence."""
+        self._steps += 1
+        if self._steps % RECOVERY_STEPS == 0:
+            self._sequences_max = min(self._sequences_max + 1, self._config.max_num_seqs)
+        self.batch.keep(self._is_resident)
+        self._preempt_for_others()
+        single = self._prefill_singly > 0
+        waiting = Waiting(self._waiting, self._sequences_max, single, self._is_resident)
+        if self.batch.admit(waiting):
+            self._prefill_singly = max(0, self._prefill_singly - 1)
+        self.batch.step()
+
+    def on_tokens(self, sequences: list[Sequence], tokens: list[int]) -> list[int]:
+        """Append a token to each sequence; return the indices of those that continue."""
+        if self._waiting:
+            for sequence in sequences:
+                # The first one is part of the cost of the prompt.
+                if sequence.output.tokens:
+                    self._waiting.charge(sequence.command.adapter_id, 1)
+        continuing = []
+        for index, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            if self._generations.append(sequence, token):
+                continuing.append(index)
+            if sequence.is_active and sequence.command.sampling.n > 1:
+                self._enqueue_first(self._generations.of(sequence).others())
+        return continuing
+
+    def on_preemption(self, sequences: list[Sequence]) -> None:
+        """Let sequences wait again that had to give up their memory."""
+        self._enqueue_first(sequences)
+
+    def on_failure(self, sequences: list[Sequence], failure: ForwardError) -> None:
+        """Fail the sequences of a forward pass that failed, or prefill them again one at a time.
+
+        One prompt's images may be the cause, which must not affect the other sequences. If memory
+        lacks, fewer sequences run together afterwards, and only one alone fails.
+        """
+        lacks_memory = failure.error.code is ErrorCode.DEVICE_OUT_OF_MEMORY
+        if len(sequences) == 1 or not (failure.has_images or lacks_memory):
+            for sequence in sequences:
+                self._fail(sequence, failure.error)
+            return
+        if lacks_memory:
+            self._sequences_max = max(1, len(sequences) // 2)
+        again = [one for one in sequences if one.can_recompute]
+        for sequence in sequences:
+            if sequence not in again:
+                self._fail(sequence, failure.error)
+        self._enqueue_first(again)
+        self._prefill_singly = len(again)
+
+    @property
+    def _ready(self) -> int:
+        """The number of waiting sequences with processed images."""
+        return sum(sequence.images is not None for sequence in self._waiting)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        command = sequence.command
+        self._waiting.append(command.adapter_id, sequence, len(sequence.tokens), command.priority)
+
+    def _enqueue_first(self, sequences: list[Sequence]) -> None:
+        """Let sequences that were dequeued or preempted wait before the others of their adapter."""
+        for sequence in reversed(sequences):
+            command, cost = sequence.command, len(sequence.tokens)
+            self._waiting.append_first(command.adapter_id, sequence, cost, command.priority)
+
+    def _is_resident(self, sequence: Sequence) -> bool:
+        """Return whether the adapter is still in its slot; if not, fail the generation.
+
+        A sequence of a generation that has ended is not.
+        """
+        if not sequence.is_active:
+            return False
+        try:
+            self._slots.check(sequence.command)
+        except NotResident as error:
+            self._fail(sequence, error)
+            return False
+        return True
+
+    def _preempt_for_others(self) -> None:
+        """Preempt a sequence of the adapter with most of them, if another adapter waits long.
+
+        None of a more urgent priority is: it would be the next one again.
+        """
+        batch = self.batch
+        is_full = batch.size >= self._sequences_max or batch.lacks_memory
+        self._full_steps = self._full_steps + 1 if self._waiting and is_full else 0
+        if self._full_steps < PREEMPT_AFTER_STEPS:
+            return
+        counts = Counter(one.command.adapter_id for one in batch.sequences)
+        waiting = min(self._waiting.adapters, key=lambda adapter: counts[adapter])
+        candidates = [
+            one
+            for one in batch.running
+            if one.can_resume
+            and one.command.priority >= self._waiting.priority
+            and counts[one.command.adapter_id] > counts[waiting] + 1
+        ]
+        if candidates:
+            # Of the adapter with most sequences, the one with the fewest tokens to compute again.
+            chosen = min(
+                candidates, key=lambda one: (-counts[one.command.adapter_id], len(one.tokens))
+            )
+            batch.keep(lambda one: one is not chosen)
+            self._enqueue_first([chosen])
+            self._waiting.serve_next(waiting)
+            self._full_steps = 0
+
+    def _fail(self, sequence: Sequence, error: BaseException) -> None:
+        sequences = self._generations.of(sequence).sequences if sequence.is_active else []
+        self._generations.fail(sequence, error)
+        self._forget_suspended(sequence.command.op, sequences)
+
+    def _forget_suspended(self, op: OpId, sequences: list[Sequence]) -> None:
+        """Forget a generation that has ended, if it was suspended."""
+        self._suspended.discard(op)
+        self.batch.forget(sequences)
+
+
+Scheduler = GenerationScheduler | PoolingScheduler
+"""The requests of an engine's one task, which wait or run; used by one thread."""
+
+
+def choose_scheduler(
+    model: CausalModel | PoolingModel,
+    punica: PunicaWrapper,
+    slots: SlotTable,
+    config: EngineConfig,
+    emit: Callable[[Report], None],
+    jobs: Jobs[OpId],
+) -> Scheduler:
+    """Return the scheduler of this model's requests; `jobs` processes prompts with images.
+
+    Raises `ValueError` for an option that this task does not have.
+    """
+    if isinstance(model, PoolingModel):
+        if config.capture_steps:
+            raise ValueError(
+                f"capture_steps is on, and this model is served to {model.task}, which has no "
+                "decode steps: leave it off"
+            )
+        return PoolingScheduler(model, punica, slots, config, emit)
+    return GenerationScheduler(model, punica, slots, config, emit, jobs)

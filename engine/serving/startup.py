@@ -1,0 +1,434 @@
+"""Choices at start, by probes of the model itself: the batch, its budget and its decode steps.
+
+The key/value cache is paged if packed passes give the model's own logits; otherwise it is padded.
+The tokens of a step are given, or chosen from the measured speed of the model. Decode steps of a
+padded cache are captured if a few static steps match dynamic ones without a host sync. The result
+of a probe counts, not the model's name; a probe is a sample, not a proof for every length.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Final, NamedTuple
+
+import structlog
+import torch
+from torch import Tensor
+
+from loradock.engine.config import EngineConfig
+from loradock.engine.errors import MODEL_CODE_ERRORS
+from loradock.engine.layout import next_power_of_two
+from loradock.engine.models.caches.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
+from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.punica.mapping import BASE, LoRAMapping
+from loradock.engine.punica.wrapper import PunicaWrapper
+from loradock.engine.serving.blocks import (
+    BLOCK_TOKENS,
+    BlockPool,
+    BlockTable,
+    blocks_around,
+    blocks_of,
+)
+from loradock.engine.serving.decoding import (
+    CudaCapture,
+    DecodeStrategy,
+    DynamicDecode,
+    GraphRunner,
+    StaticDecode,
+    StepRunner,
+    SyncCheckedRunner,
+)
+from loradock.engine.serving.forward import BatchEvents, ForwardRunner, PackedModel, StepBudget
+from loradock.engine.serving.padded_batch import STEP_TOKENS_MAX, PaddedBatch
+from loradock.engine.serving.paged_batch import PagedBatch
+from loradock.engine.serving.paged_cache import PackedChunk
+from loradock.engine.serving.queue import SlotTable
+
+_log = structlog.get_logger()
+
+_HOST_BYTES_MAX: Final = 4 << 30
+_HOST_SHARE: Final = 0.25
+_DEVICE_SHARE: Final = 0.8
+"""Of the host's memory, and of the free memory of any other device, for keys and values."""
+
+STEP_S_CPU: Final = 0.25
+STEP_S_GPU: Final = 0.05
+"""The longest duration that a step should have, on a CPU and on any other device.
+
+It is the longest gap between two tokens of a running sequence, so the tokens of long prompts are
+spread over several steps.
+"""
+
+STEP_TOKENS_MIN: Final = 64
+_MEASURED_TOKENS: Final = 64
+_MEASUREMENTS: Final = 3
+
+_LENGTHS: Final = (5, 2, 11)
+"""The prompt lengths of a padded probe: all different, and one row less than a power of two."""
+
+_COLUMNS: Final = 4
+"""The columns of a chunk in the probe of chunks."""
+
+DECODE_STEPS: Final = 3
+"""The decode steps of a probe."""
+
+_PACKED_LENGTHS: Final = (5, 2, 19)
+"""The prompts of the packed probe; the last one exceeds a block."""
+
+_PACKED_CHUNKS: Final = ((5, 1, 7), (1, 1, 11), (1, 1, 1), (1, 1, 1))
+"""The tokens of each prompt per pass of the packed probe: chunks next to decode steps."""
+
+Batch = PagedBatch | PaddedBatch
+"""The sequences whose prompts are prefilled or which are decoded."""
+
+MapTokens = Callable[[int, int], None]
+"""Prepares the adapters' mapping for a pass of (tokens, sampled rows), all of one adapter."""
+
+
+class PackedRefused(Exception):  # noqa: N818 - named like the engine's other refusals
+    """A model can't be run in packed passes; the text is the reason."""
+
+
+class StaticDecodeRefused(Exception):  # noqa: N818 - as above
+    """A model's decode steps can't run over a static cache; the text is the reason."""
+
+
+class PackedProbe(NamedTuple):
+    """The results of a probe: the bytes of one block, and `lookback` as in `PackedModel`."""
+
+    block_bytes: int
+    lookback: int
+
+
+class ProbeMapper:
+    """Sets the mappings of a probe: all rows use `adapter`, which is in slot 0, or the base."""
+
+    def __init__(self, punica: PunicaWrapper, slots: int, adapter: int = BASE) -> None:
+        self._punica = punica
+        self._adapter = adapter
+        self._residents = [adapter or None, *[None] * (slots - 1)]
+
+    def map(self, tokens: int, rows: int) -> None:
+        """Set the mapping for a forward pass of `tokens` tokens, `rows` of them sampled."""
+        mapping = LoRAMapping([self._adapter] * tokens, [self._adapter] * rows, tokens > rows)
+        self._punica.update_metadata(mapping, self._residents)
+
+
+def choose_batch(
+    model: CausalModel,
+    punica: PunicaWrapper,
+    slots: SlotTable,
+    config: EngineConfig,
+    events: BatchEvents,
+) -> Batch:
+    """Return the batch of this engine; the reason for a padded one is logged.
+
+    Raises `ValueError` for a number of bytes that is too small for one sequence.
+    """
+    mapper = ProbeMapper(punica, len(slots.residents))
+    runner = ForwardRunner(model, punica, slots)
+    try:
+        if config.capture_steps:
+            raise PackedRefused("captured steps need a padded cache")
+        if not config.paged_attention:
+            raise PackedRefused("paged_attention is off")
+        probe = probe_packed(model, mapper.map)
+    except PackedRefused as refusal:
+        _log.warning("the key/value cache is padded, prefixes are not reused", reason=str(refusal))
+        model.record_refusal(str(refusal))
+        budget = choose_budget(model, mapper, config)
+        strategy = choose_decode(model, punica, len(slots.residents), config)
+        return PaddedBatch(runner, strategy, budget, events, config.max_num_seqs)
+    budget = choose_budget(model, mapper, config, is_packed=True)
+    sequence_blocks = sequence_blocks_max(model, probe.lookback, budget)
+    blocks = choose_blocks(model, config, probe.block_bytes, sequence_blocks)
+    packed = PackedModel(model, blocks, probe.lookback)
+    mapper.map(1, 1)
+    packed.allocate()
+    _log.info(
+        "the key/value cache is paged",
+        tokens=blocks * BLOCK_TOKENS,
+        sequence_tokens_max=sequence_blocks * BLOCK_TOKENS,
+    )
+    return PagedBatch(
+        runner,
+        packed,
+        budget,
+        events,
+        sequence_blocks=sequence_blocks,
+        shares_prefixes=config.prefix_caching,
+    )
+
+
+def sequence_blocks_max(model: CausalModel, lookback: int, budget: StepBudget) -> int:
+    """Return the most blocks that a sequence has at once: of its window and of one step.
+
+    A prompt with images is computed in one step of any length.
+    """
+    whole = blocks_of(model.context_tokens_max)
+    if model.prompt_reader is not None:
+        return whole
+    return min(whole, blocks_around(lookback + budget.tokens))
+
+
+def choose_blocks(
+    model: CausalModel, config: EngineConfig, block_bytes: int, sequence_blocks: int
+) -> int:
+    """Return the number of blocks, equal on all ranks: as many as all sequences have tokens for.
+
+    They are fewer if their bytes exceed the configured or the default budget. A default budget on a
+    host allows at least one sequence, because the memory is provided only when it is written.
+    """
+    budget = config.kv_cache_bytes or _default_bytes(model.device)
+    whole = blocks_of(model.context_tokens_max)
+    blocks = min(budget // block_bytes, config.max_num_seqs * whole)
+    if not config.kv_cache_bytes and model.device.type == "cpu":
+        blocks = max(blocks, sequence_blocks)
+    [blocks] = model.group.broadcast_numbers([blocks])
+    if blocks < sequence_blocks:
+        raise ValueError(
+            f"kv_cache_bytes {budget} are {blocks * BLOCK_TOKENS} tokens, and one sequence may "
+            f"hold {sequence_blocks * BLOCK_TOKENS}; allow {sequence_blocks * block_bytes} bytes, "
+            "or fewer tokens with context_tokens_max"
+        )
+    return blocks
+
+
+def _default_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(_DEVICE_SHARE * free)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_HOST_BYTES_MAX, int(_HOST_SHARE * host))
+
+
+def choose_budget(
+    model: CausalModel, mapper: ProbeMapper, config: EngineConfig, *, is_packed: bool = False
+) -> StepBudget:
+    """Return the budget of this engine, equal on all ranks.
+
+    Prompts are not divided if the model answers differently when they are; that is logged.
+    `is_packed`: whether prompts are prefilled in packed passes, whose probe has divided some.
+    """
+    if not is_packed and not _chunks_are_equal(model, mapper):
+        _log.warning("long prompts are processed in one step: in chunks this model differs")
+        return StepBudget(STEP_TOKENS_MAX, chunks=False)
+    if config.max_num_batched_tokens:
+        return StepBudget(config.max_num_batched_tokens, chunks=True)
+    target_s = STEP_S_CPU if model.device.type == "cpu" else STEP_S_GPU
+    tokens = int(target_s / _seconds_per_token(model, mapper))
+    tokens = min(max(tokens, STEP_TOKENS_MIN), STEP_TOKENS_MAX)
+    [chosen] = model.group.broadcast_numbers([tokens])
+    return StepBudget(chosen, chunks=True)
+
+
+def _chunks_are_equal(model: CausalModel, mapper: ProbeMapper) -> bool:
+    """Whether a left-padded batch in chunks has the same logits as in one pass, on all ranks."""
+    none = [0] * len(_LENGTHS)
+    whole = _prefill(model, mapper, _LENGTHS, model.new_cache(none))
+    try:
+        chunked = _prefill(model, mapper, _LENGTHS, model.new_cache(none), _COLUMNS)
+    except MODEL_CODE_ERRORS:
+        return False
+    return model.group.all_true(_relative_error(chunked, whole) <= _error_max(whole))
+
+
+def _seconds_per_token(model: CausalModel, mapper: ProbeMapper) -> float:
+    """Return the duration of the fastest of some prefills of one row, per token.
+
+    The first one allocates and compiles, and is not among them. Other programs make a prefill
+    slower and never faster.
+    """
+    count = min(_MEASURED_TOKENS, model.context_tokens_max)
+    tokens = torch.arange(count)[None] % model.vocab_size
+    seconds = []
+    for _ in range(1 + _MEASUREMENTS):
+        mapper.map(count, 1)
+        started = time.perf_counter()
+        # Reading a result waits for the device.
+        float(model.forward(tokens, model.new_cache([count]))[0, 0])
+        seconds.append(time.perf_counter() - started)
+    return max(min(seconds[1:]), 1e-9) / count
+
+
+def choose_decode(
+    model: CausalModel, punica: PunicaWrapper, slots: int, config: EngineConfig
+) -> DecodeStrategy:
+    """Return the decode strategy of this engine.
+
+    `slots`: the number of slots, which are all empty. Raises `ValueError` if `capture_steps` is set
+    for a device without CUDA graphs or for several ranks.
+    """
+    if not config.capture_steps:
+        return DynamicDecode(model)
+    if not model.group.is_trivial:
+        raise ValueError(
+            "capture_steps is on, and several ranks hold the model; they wait for one another "
+            "within each step, which no graph was tried with: leave it off"
+        )
+    if model.device.type != "cuda":
+        raise ValueError(
+            f"capture_steps is on, and the device is {str(model.device)!r}; graphs need CUDA: "
+            "leave it off"
+        )
+    runner = GraphRunner(punica, CudaCapture(model.device))
+    return static_or_dynamic(model, punica, slots, runner)
+
+
+def static_or_dynamic(
+    model: CausalModel, punica: PunicaWrapper, slots: int, runner: StepRunner
+) -> DecodeStrategy:
+    """Return static decode by `runner` if the probe passes; otherwise log the reason."""
+    try:
+        for adapter in (BASE, 1):
+            # An adapter without weights launches the same kernels as any other.
+            mapper = ProbeMapper(punica, slots, adapter)
+            probe_static_decode(model, mapper, SyncCheckedRunner(model.device))
+            probe_static_decode(model, mapper, runner)
+    except StaticDecodeRefused as refusal:
+        _log.warning("decode steps are not captured", reason=str(refusal))
+        return DynamicDecode(model)
+    return StaticDecode(model, runner)
+
+
+def probe_static_decode(model: CausalModel, mapper: ProbeMapper, runner: StepRunner) -> None:
+    """Raise `StaticDecodeRefused` if static steps by `runner` fail or differ from dynamic ones.
+
+    They run with the fewest columns and with the most of the model's context: the latter detects a
+    model that derives positions from the number of columns.
+    """
+    columns_max = next_power_of_two(model.context_tokens_max)
+    for lengths, columns in ((_LENGTHS, STATIC_COLUMNS_MIN), (_LENGTHS[:1], columns_max)):
+        dynamic, static = DynamicDecode(model), StaticDecode(model, runner, columns)
+        caches = []
+        for strategy in (dynamic, static):
+            caches.append(BatchKVCache(lengths, keeps_capacity=strategy.keeps_capacity))
+            _prefill(model, mapper, lengths, caches[-1])
+        for step in range(DECODE_STEPS):
+            expected = _decode(model, mapper, dynamic, caches[0], step)
+            try:
+                found = _decode(model, mapper, static, caches[1], step)
+            except MODEL_CODE_ERRORS as error:
+                raise StaticDecodeRefused(f"{type(error).__name__}: {error}") from error
+            if runner.failure:
+                raise StaticDecodeRefused(runner.failure)
+            distance, allowed = _relative_error(found, expected), _error_max(expected)
+            if not distance <= allowed:
+                raise StaticDecodeRefused(
+                    f"a static step over {columns} columns differs from a dynamic one "
+                    f"(relative norm {distance:.1e}, at most {allowed:.0e})"
+                )
+
+
+def probe_packed(model: CausalModel, map_tokens: MapTokens) -> PackedProbe:
+    """Probe packed passes of a model, and measure how far back its tokens attend.
+
+    Raises `PackedRefused` with the reason if they do not give the model's own logits.
+    """
+    if model.batching != "padded":
+        reason = next(iter(model.refusals), "its layers see rows in an order of their own")
+        raise PackedRefused(f"rows are run {model.batching}: {reason}")
+    if "position_ids" not in model.accepts:
+        raise PackedRefused("the model accepts no positions")
+    tokens = [
+        [
+            (7 * index + 3 * row + 1) % model.vocab_size
+            for index in range(length + len(_PACKED_CHUNKS))
+        ]
+        for row, length in enumerate(_PACKED_LENGTHS)
+    ]
+    packed = PackedModel(model, 8)
+    try:
+        found = _packed_logits(packed, tokens, map_tokens)
+        map_tokens(1, 1)
+        lookback = packed.measure_lookback()
+    except MODEL_CODE_ERRORS as error:
+        raise PackedRefused(f"{type(error).__name__}: {error}") from error
+    for row, (ends, logits) in enumerate(found):
+        expected = _own_logits(model, tokens[row], ends, map_tokens)
+        distance, allowed = _relative_error(logits, expected), _error_max(expected)
+        if not model.group.all_true(distance <= allowed):
+            raise PackedRefused(
+                f"a packed pass differs from the model's own (relative norm {distance:.1e} here, "
+                f"at most {allowed:.0e} on every rank)"
+            )
+    return PackedProbe(packed.cache.block_bytes, lookback)
+
+
+def _packed_logits(
+    packed: PackedModel, tokens: SequenceOf[SequenceOf[int]], map_tokens: MapTokens
+) -> list[tuple[list[int], Tensor]]:
+    """Return each prompt's tokens after each pass, and its logits, [passes, vocabulary]."""
+    pool = BlockPool(packed.cache.blocks)
+    tables = [BlockTable(pool, None) for _ in tokens]
+    # The order in which blocks are reserved makes the last prompt's blocks not adjacent.
+    tables[2].reserve(1)
+    tables[0].reserve(1)
+    ends: list[list[int]] = [[] for _ in tokens]
+    logits = []
+    for counts in _PACKED_CHUNKS:
+        chunks = []
+        for table, known, count in zip(tables, tokens, counts, strict=True):
+            table.reserve(table.length + count)
+            chunks.append(PackedChunk(known[table.length : table.length + count], table))
+        map_tokens(sum(counts), len(chunks))
+        logits.append(packed.forward(chunks))
+        for chunk, end in zip(chunks, ends, strict=True):
+            chunk.table.advance(chunk.end, list)
+            end.append(chunk.table.length)
+    return list(zip(ends, torch.stack(logits, dim=1), strict=True))
+
+
+def _own_logits(
+    model: CausalModel, tokens: SequenceOf[int], ends: SequenceOf[int], map_tokens: MapTokens
+) -> Tensor:
+    """Return one prompt's logits after each of these numbers of tokens, [ends, vocabulary]."""
+    cache = BatchKVCache([0])
+    logits = []
+    for begin, end in zip([0, *ends], ends, strict=False):
+        cache.lengths = [end]
+        map_tokens(end - begin, 1)
+        logits.append(model.forward(torch.tensor([tokens[begin:end]]), cache)[0])
+    return torch.stack(logits)
+
+
+def _prefill(
+    model: CausalModel, mapper: ProbeMapper, lengths: SequenceOf[int], cache: Any, columns: int = 0
+) -> Tensor:
+    """Return the logits of a left-padded batch, prefilled in chunks of `columns` or at once."""
+    width = max(lengths)
+    padded = torch.zeros(len(lengths), width, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        padded[row, width - length :] = (torch.arange(length) * 7 + row + 3) % model.vocab_size
+    ends = range(columns, width, columns) if columns else ()
+    for end in (*ends, width):
+        chunk = padded[:, cache.width : end]
+        cache.lengths = [max(0, length - (width - end)) for length in lengths]
+        mapper.map(chunk.numel(), len(chunk))
+        logits = model.forward(chunk, cache)
+    return logits
+
+
+def _decode(
+    model: CausalModel,
+    mapper: ProbeMapper,
+    strategy: DecodeStrategy,
+    cache: BatchKVCache,
+    step: int,
+) -> Tensor:
+    cache.grow(1)
+    rows = strategy.padded_rows(len(cache))
+    mapper.map(rows, rows)
+    tokens = (torch.arange(len(cache))[:, None] + 11 * step) % model.vocab_size
+    return strategy.run(tokens, cache)
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference divided by the norm of `expected`, in float64."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _error_max(expected: Tensor) -> float:
+    return ERRORS_MAX.get(expected.dtype, ERROR_MAX_HALF)

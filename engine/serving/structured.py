@@ -1,0 +1,204 @@
+"""Outputs that follow a JSON schema, a regular expression or a choice, by `llguidance`.
+
+A structure is compiled to a grammar by a job, within bounds on its size, depth and work, and after
+a probe in a separate process, because no bound of the library covers all that takes long. Each
+output has a grammar matcher, which yields the tokens that can come next.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cache
+from threading import Lock
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from loradock.engine.errors import NotServed, RequestRefused
+from loradock.engine.serving.grammar_probe import probe_error
+from loradock.messages.prompts import Structure
+
+DEPTH_MAX: Final = 64
+"""Bound on the nesting of a JSON schema."""
+
+COMPILED_MAX: Final = 64
+"""The most compiled structures that are kept for later requests; the least recently used go."""
+
+LIMITS: Final[dict[str, Any]] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 100_000,
+    "verbose_errors": False,
+}
+"""The library's bounds on work and memory, at the start and per token; about 10 ms per token."""
+
+_BITS: Final = 32
+
+# One space, or a line break with its indentation: a model can't continue with spaces for ever.
+_JSON_OPTIONS: Final[Any] = {"whitespace_pattern": r" ?|\n {0,32}"}
+_ERROR_CHARACTERS: Final = 300
+
+
+class GrammarMatcher:
+    """The tokens that one output may continue with."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str:
+        """Why the structure can't be followed further; empty while it can."""
+        error: str = self._matcher.get_error()
+        return _short(error)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output is complete and no token may follow."""
+        # An error stops the matcher too.
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def fork(self) -> "GrammarMatcher":
+        """Return a matcher in the same state."""
+        return GrammarMatcher(self._matcher.deep_copy())
+
+    def append(self, token: int) -> None:
+        """Advance by a token that was chosen; one that is not allowed becomes an `error`."""
+        self._matcher.consume_token(token)
+
+    @property
+    def matcher(self) -> Any:
+        """The library's own object."""
+        return self._matcher
+
+
+def apply_masks(grammars: Sequence[GrammarMatcher | None], logits: Tensor) -> Tensor:
+    """Return the logits with -inf for the tokens that a row's grammar does not allow.
+
+    grammars: one per row, None for rows without a structure. logits: [rows, vocabulary], unchanged;
+    the same tensor is returned if no row has one. All masks are computed, transferred and
+    applied together.
+    """
+    guided = [(row, grammar) for row, grammar in enumerate(grammars) if grammar is not None]
+    if not guided:
+        return logits
+    vocabulary = logits.shape[-1]
+    words = -(-vocabulary // _BITS)
+    masks = torch.zeros(len(guided), words, dtype=torch.int32)
+    targets = [(grammar.matcher, at) for at, (_, grammar) in enumerate(guided)]
+    _executor().unsafe_compute_mask_ptr(targets, masks.data_ptr(), 4 * words, len(guided))
+    rows = torch.tensor([row for row, _ in guided], device=logits.device)
+    bits = torch.arange(_BITS, dtype=torch.int32, device=logits.device)
+    allowed = (masks.to(logits.device)[:, :, None] >> bits) & 1
+    forbidden = allowed.flatten(1)[:, :vocabulary] == 0
+    masked = logits.clone()
+    masked[rows] = logits[rows].masked_fill(forbidden, -torch.inf)
+    return masked
+
+
+@cache
+def _executor() -> Any:
+    """Return the threads that compute masks."""
+    from llguidance import LLExecutor  # noqa: PLC0415 - optional
+
+    return LLExecutor()
+
+
+class GrammarCompiler:
+    """Compiles structures for one model's tokenizer; used by jobs, at the same time.
+
+    `vocabulary`: the number of logits. `end_ids`: the tokens that end an output.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, end_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._end_ids = sorted(end_ids)
+        self._lock = Lock()
+        self._words: Any = None
+        self._compiled: OrderedDict[Structure, GrammarMatcher] = OrderedDict()
+
+    def compile(self, structure: Structure) -> GrammarMatcher:
+        """Return a grammar matcher at the beginning of an output.
+
+        Raises `RequestRefused` for a structure that can't be compiled within the bounds, and
+        `NotServed` if the library is not installed or can't read the tokenizer.
+        """
+        with self._lock:
+            known = self._compiled.get(structure)
+            if known is not None:
+                self._compiled.move_to_end(structure)
+                return known.fork()
+            words = self._words = self._words or self._read_tokenizer()
+        source = _grammar(structure)
+        error = "" if structure.kind == "choice" else probe_error(source, LIMITS)
+        grammar = None if error else GrammarMatcher(_matcher(words, source))
+        if grammar is None or grammar.error:
+            reason = _short(error) if grammar is None else grammar.error
+            raise RequestRefused(f"the structure can't be used: {reason}")
+        with self._lock:
+            self._compiled[structure] = grammar
+            while len(self._compiled) > COMPILED_MAX:
+                self._compiled.popitem(last=False)
+        return grammar.fork()
+
+    def _read_tokenizer(self) -> Any:
+        try:
+            # Optional, and not needed before the first structure.
+            from llguidance.hf import from_tokenizer  # noqa: PLC0415
+        except ImportError as error:
+            raise NotServed(
+                "structured outputs need llguidance: pip install 'loradock[structured]'"
+            ) from error
+        try:
+            end_ids: list[int] | None = self._end_ids or None
+            return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=end_ids)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise NotServed(
+                f"structured outputs are not served with this model's tokenizer: {error}"
+            ) from error
+
+
+def _matcher(words: Any, grammar: str) -> Any:
+    from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415 - as above
+
+    limits = LLParserLimits(**LIMITS)
+    return LLMatcher(words, grammar, log_level=0, limits=limits)
+
+
+def _grammar(structure: Structure) -> str:
+    """Return the library's grammar of a structure; raises `RequestRefused`."""
+    from llguidance import LLMatcher  # noqa: PLC0415 - as above
+
+    if structure.kind == "json_schema":
+        schema = _checked_schema(structure.text)
+        grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    elif structure.kind == "regex":
+        grammar = LLMatcher.grammar_from_regex(structure.text)
+    else:
+        if not structure.choices:
+            raise RequestRefused("a structure of kind choice has no choices")
+        texts = (json.dumps(choice, ensure_ascii=False) for choice in structure.choices)
+        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+    return grammar
+
+
+def _checked_schema(text: str) -> str:
+    """Return a JSON schema; raises `RequestRefused` for one that is no JSON or nested deeply."""
+    text = text or '{"type": "object"}'
+    depth = depth_max = 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        depth_max = max(depth, depth_max)
+    if depth_max > DEPTH_MAX:
+        raise RequestRefused(f"a JSON schema nested deeper than {DEPTH_MAX}")
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise RequestRefused(f"the JSON schema is not JSON: {error}") from error
+    return text
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_ERROR_CHARACTERS]
