@@ -8,7 +8,6 @@ from tests.matrix import MINORS
 from tests.support.models.causal_configs import NOT_BUILDABLE, build_model
 from tests.supported import BEGIN, END, ROOT, full, short, with_text
 
-
 needs_newest = pytest.mark.skipif(
     not transformers.__version__.startswith(f"{MINORS[-1]}."),
     reason=f"the documents are those of transformers {MINORS[-1]}",
