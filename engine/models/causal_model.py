@@ -41,7 +41,7 @@ from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.residency.arena import Arena
 
 Batching = Literal["padded", "together", "single", "whole"]
-"""How the rows of a model are run.
+"""The ways to run the rows of a model.
 
 "padded": as one left-padded batch over keys and values. "together": prompts alone, without padding,
 and then all rows together, with the states of the model's own layers. "single": each row alone,
@@ -60,7 +60,7 @@ class CausalModel(ServedModel):
 
     `context_tokens_max`: prompt and output of one row together. `eos_ids`: the tokens that end an
     output. `accepts`: the names of the model's arguments; `cache_argument`: that of its cache.
-    `prompt_reader` reads prompts with images. It is None where these are refused, and then
+    `prompt_reader` reads prompts with images. If these are refused, it is None, and
     `no_images_reason` contains the reason.
     `row_lengths`: the lengths that scale positions.
     """
@@ -98,7 +98,7 @@ class CausalModel(ServedModel):
     ) -> Any:
         """Return an empty `RowCache` for rows with these numbers of tokens.
 
-        `keeps_capacity`: buffers stay in place when rows leave, where there are any.
+        `keeps_capacity`: buffers, if there are any, stay in place when rows leave.
         """
         if self.batching == "padded":
             return BatchKVCache(lengths, offsets, keeps_capacity=keeps_capacity)

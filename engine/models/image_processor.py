@@ -51,7 +51,7 @@ class ProcessedPrompt(NamedTuple):
 
 
 def load_processor(directory: Path, config: Any) -> Processor:
-    """Load the processor that a model was saved with; raise `ImagesRefused` where there is none.
+    """Load the processor that a model was saved with; raise `ImagesRefused` if there is none.
 
     It decodes images with Pillow, so that every machine computes the same pixels. Its video part is
     left out, because constructing one requires torchvision.
@@ -109,7 +109,7 @@ def _without_videos(processor_class: Any) -> Any:
 class ImagePromptReader:
     """Reads prompts with images for one model; safe to call from any thread.
 
-    `accepts`: the argument names of the model's forward. Raises `ImagesRefused` where the processor
+    `accepts`: the argument names of the model's forward. Raises `ImagesRefused` if the processor
     does not fit the model.
     """
 

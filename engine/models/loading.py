@@ -68,7 +68,7 @@ class _LoadedModel(NamedTuple):
 def prepare_loaded(model: nn.Module, lora_config: LoRAConfig) -> ServedModel:
     """Prepare a model that was loaded elsewhere: for the task of its head, or as it is.
 
-    Warns where a text model does not run with token ids alone, so that it is taken as it is.
+    Warns if a text model does not run with token ids alone, so that it is taken as it is.
     """
     if isinstance(model, PreTrainedModel) and _embeds_tokens(model):
         try:

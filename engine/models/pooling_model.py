@@ -67,15 +67,14 @@ class PoolingModel(ServedModel):
         self.width = self.forward([[0]]).shape[-1]
         if self.width > VECTOR_NUMBERS_MAX:
             raise ModelRefused(
-                f"the model returns {self.width} numbers for a text; at most {VECTOR_NUMBERS_MAX} "
-                "can be sent"
+                f"embedding dimension {self.width} exceeds the limit of {VECTOR_NUMBERS_MAX}"
             )
 
     @torch.inference_mode()
     def forward(self, prompts: Prompts, starts: Sequence[int] = ()) -> Tensor:
         """Return each text's pooled states, or the logits of its labels: [rows, width] float32.
 
-        `starts`: per text, the first token that counts in a mean; 0 for each where it is empty.
+        `starts`: per text, the first token that counts in a mean; 0 for each if it is empty.
         """
         output = self._run(prompts)
         if self.task == "classify":
@@ -177,7 +176,7 @@ class PoolingModel(ServedModel):
         return chosen
 
     def _default_pooling(self) -> Pooling:
-        """Return the mean, or the last token where tokens attend only to those before them."""
+        """Return the mean, or the last token if tokens attend only to those before them."""
 
         def states(prompts: Prompts) -> Tensor:
             hidden: Tensor = self._run(prompts).last_hidden_state

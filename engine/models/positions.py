@@ -3,11 +3,11 @@
 A position scheme that extends a trained length by a factor has the product as its context. llama3
 states the extended length itself, and a factor that is larger than what it extends.
 
-With longrope a model has one set of frequencies up to a trained length and another one beyond it;
-with dynamic scaling it has other ones for every length beyond. `transformers` derives the length
-from the largest position of a forward pass, so one long row would change all rows of its batch.
-Here each token has the length of the forward pass in which the model's own `generate` computes it:
-that of the prompt, or for a generated token the number of tokens up to itself.
+With longrope a model has one set of frequencies up to a trained length and another set beyond it;
+with dynamic scaling each length beyond has a separate set. `transformers` derives the length from
+the largest position of a forward pass, so one long row would change all rows of its batch. Here
+each token has the length of the forward pass in which the model's own `generate` computes it: that
+of the prompt, or for a generated token the number of tokens up to itself.
 """
 
 import inspect
@@ -26,7 +26,7 @@ _CONTEXT_FIELDS: Final = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("context_length", "model_max_length", "max_sequence_length"),
 )
-"""Where configurations state the longest context, in order of preference."""
+"""The fields of configurations that state the longest context, in order of preference."""
 
 _TRAINED_LENGTH: Final = "original_max_position_embeddings"
 
@@ -68,7 +68,7 @@ _DYNAMIC: Final = "dynamic"
 
 
 class _Scale(NamedTuple):
-    """How one kind of layer depends on lengths: only those beyond `limit` change anything."""
+    """The dependence of a kind of layer on lengths: only lengths beyond `limit` change anything."""
 
     kind: str
     limit: int

@@ -77,7 +77,7 @@ def loading_options(name: str, model_config: Any, device: torch.device) -> dict[
             f"quantization is {name!r}, and the model was saved quantised; leave it out"
         )
     if name not in QUANTIZATIONS:
-        raise ModelRefused(f"quantization is {name!r}; one of {', '.join(QUANTIZATIONS)}")
+        raise ModelRefused(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {name!r}")
     try:
         made = _MAKERS[name]()
     except (ImportError, NameAbsent) as error:

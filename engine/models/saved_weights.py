@@ -285,7 +285,7 @@ class WeightsSource(NamedTuple):
     def read_parts(self, split: Callable[[PreTrainedModel], S]) -> tuple[S, Iterable[str]]:
         """Read one rank's part of the model; of files that are converted in unusual ways, all.
 
-        `split` splits a model, and is called before its weights are read where that is possible.
+        `split` splits a model, and is called before its weights are read if that is possible.
         """
         try:
             return self._read_parts(split)

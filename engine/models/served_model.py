@@ -53,7 +53,7 @@ from loradock.engine.residency.arena import Arena
 
 
 class BasePaths(NamedTuple):
-    """The paths of modules and parameters, those of shared ones several times.
+    """The paths of modules and parameters; those that are shared have several.
 
     `token_embedding`: its path, empty if the model has none. `tied`: the modules that share its
     weight, itself included; none if no other does.
@@ -160,7 +160,7 @@ class ServedModel:
     the adapters of images. `shapes`: one `ModuleShape` per slice, by index. `vocab_size`: the rows
     of the token embedding. `context_tokens_max`: the tokens of one row. `tokenizer` None: prompts
     are token ids. `media_tokens`: tokens that stand for an image, a video or a sound, which text
-    alone may not contain. `no_images_reason`: why prompts may contain no images; empty if they may.
+    alone can't contain. `no_images_reason`: why prompts can't contain images; empty if they can.
     `group`: the ranks that the model is split over. `without_head`: the model classifies, and was
     saved without the head for that. `unwrapped`:
     why some layers are not wrapped, by path. `refusals`: why faster ways to run its rows were
@@ -268,7 +268,7 @@ class ServedModel:
         return held_weight(self.model.get_submodule(module), field)
 
     def _base_weights(self, module: str) -> BaseWeights | None:
-        """Return the base weights of a linear module or a norm; None where they can't be read."""
+        """Return the base weights of a linear module or a norm; None if they can't be read."""
         if module in self.norms:
             parameters = dict(self.norms[module].norm.named_parameters())
             return BaseWeights(parameters["weight"], parameters.get("bias"))
@@ -301,7 +301,7 @@ class ServedModel:
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
-    """Return the rows of the token embedding; raise `ModelRefused` where tokens have several."""
+    """Return the rows of the token embedding; raise `ModelRefused` if tokens have several."""
     tokens = model.get_input_embeddings()
     if not hasattr(tokens, "num_embeddings"):
         name = next(name for name, module in model.named_modules() if module is tokens)

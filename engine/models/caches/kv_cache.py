@@ -79,7 +79,7 @@ class GrowableKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Append one forward's states, [rows, heads, tokens, head_dim], and return all used ones.
+        """Append one forward's states, [rows, heads, tokens, head_dim], and return used columns.
 
         Further arguments of models are for other kinds of layers, and ignored.
         """
@@ -238,7 +238,7 @@ def _empty_buffer(like: Tensor, rows: int, columns: int) -> Tensor:
 
 
 STATIC_COLUMNS_MIN: Final = 64
-"""The fewest columns of a static step: smaller ones save little and need their own graphs."""
+"""The fewest columns of a static step: smaller steps save little and need separate graphs."""
 
 
 def left_padding_mask(lengths: Tensor, width: int) -> Tensor:

@@ -36,13 +36,13 @@ _WITH_WHOLE_WINDOW: Final[dict[type, Callable[[Any], Any]]] = {
         LinearAttentionAndFullAttentionLayer(layer.number_of_states)
     ),
 }
-"""Layers that drop columns outside a window; rows of unlike lengths would drop unlike ones."""
+"""Layers that drop columns outside a window; rows of unlike lengths would drop other columns."""
 
 _JOINABLE: Final = (
     *(DummyLayer, DynamicLayer, DynamicIndexedLayer),
     *(LinearAttentionLayer, LinearAttentionAndFullAttentionLayer),
 )
-"""The layers whose states are known; each exactly, because a subclass may have further ones."""
+"""The layers whose states are known; each exactly, because a subclass can have further states."""
 
 _COLUMNS: Final = {"keys": -2, "values": -2, "indexer_keys": 1}
 """States with a column per token, and the dimension of the columns."""
@@ -118,7 +118,7 @@ def states_bytes(value: object) -> int:
 
 
 def _join_columns(tensors: Sequence[Any], dimension: int) -> Tensor:
-    """Return the rows of all tensors, with zeros on the left of the shorter ones."""
+    """Return the rows of all tensors, with zeros on the left of shorter tensors."""
     width = max(tensor.shape[dimension] for tensor in tensors)
     after = (tensors[0].ndim - 1 - dimension) if dimension >= 0 else -1 - dimension
     padded = [

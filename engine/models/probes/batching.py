@@ -59,7 +59,7 @@ _STEPS: Final = 4
 
 
 class ProbeSpec(NamedTuple):
-    """How to run a model for the probe: two batches of prompts, the second with one token per row.
+    """A way to run a model for a probe: two batches of prompts, the second with one token per row.
 
     `run` accepts prompts and a token, and returns the results of both batches, [2, rows, width].
     `batch` describes the batch for an error text. `rows`: the input rows that a body layer may
@@ -265,7 +265,7 @@ def is_bidirectional(states: PoolingForward, vocab_size: int) -> bool:
 
     `states` returns those of each token, [rows, tokens, width]. Two texts with the same beginning
     are compared without their first token, to which many models attend regardless of its content.
-    Where experts are chosen, later tokens change how tokens are grouped and so their rounding, but
+    If experts are chosen, later tokens change how tokens are grouped and so their rounding, but
     no more. Raises `ModelRefused` if the model does not run.
     """
     begin = [(7 * index + 3) % vocab_size for index in range(SHORT)]

@@ -26,7 +26,7 @@ class Forwarded(NamedTuple):
 
 
 class Aligned(NamedTuple):
-    """Which row of the first run is the second run's only one.
+    """The row of the first run that the second run computes alone.
 
     `row`: its index among `rows`. `at_start`: the first run has more tokens after its last one,
     instead of more before it. `last`: the number of last forwards of both runs that are compared;
@@ -209,7 +209,7 @@ Both compute the same products, which differ by their rounding alone.
 
 
 class Compared(NamedTuple):
-    """How to run the two again whose results were compared, and which of their rows differ."""
+    """The two runs whose results were compared, to be repeated, and which of their rows differ."""
 
     found: Callable[[], object]
     expected: Callable[[], object]
@@ -232,7 +232,7 @@ class ResultsDiffer(ModelRefused):
 
 
 class RunFailed(ModelNotRun):
-    """The model's code has raised an error in a trial."""
+    """The model's code has raised an error in a probe."""
 
     def __init__(self, how: str, error: Exception, run: Callable[[], object]) -> None:
         self._text = f"the model does not run{how}: {type(error).__name__}: {error}"

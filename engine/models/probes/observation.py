@@ -1,4 +1,4 @@
-"""What a trial observes of the layers: the shapes of their inputs, and which of them share one."""
+"""Observed inputs of layers during a probe: their shapes, and which layers share one."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

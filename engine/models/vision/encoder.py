@@ -90,7 +90,7 @@ def find_image_part(model: PreTrainedModel) -> ImagePart | None:
 def units_of(tensors: ImageTensors) -> Tensor:
     """Return the units of each image, [images] int64 on the host, in the order of the tensors.
 
-    Where images are stored as entries of tiles, an entry counts as one image: all its tiles belong
+    If images are stored as entries of tiles, an entry counts as one image: all its tiles belong
     to one request. Raises `ValueError` for tensors of no supported format.
     """
     if GRID in tensors:

@@ -23,8 +23,8 @@ ALL = [
 CHOSEN = [pair for pair in ALL if pair[1] == "bf16" or pair == (80, "fp32")]
 PAIRS = ALL if os.environ.get("LORADOCK_COMPILE_ALL") == "1" else CHOSEN
 
-SPILLED_BYTES_MAX = 8 if triton.__version__ >= "3.9" else 0
-"""Triton 3.9 spills two registers of `expand_kernel` in bfloat16 on Hopper and Blackwell."""
+SPILLED_BYTES_MAX = 16 if triton.__version__ >= "3.9" else 0
+"""Triton 3.9 spills up to four registers of `expand_kernel` in bfloat16 on Hopper and Blackwell."""
 
 
 @pytest.mark.skipif(

@@ -338,7 +338,7 @@ def test_a_model_whose_vectors_are_too_long_to_be_sent_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pooling_model, "VECTOR_NUMBERS_MAX", 2)
-    with pytest.raises(ModelRefused, match="3 numbers for a text; at most 2"):
+    with pytest.raises(ModelRefused, match="embedding dimension 3 exceeds the limit of 2"):
         PoolingModel(CLASSIFIERS[0].make(), LoRAConfig(), task="classify")
 
 
