@@ -253,7 +253,7 @@ def _served() -> Iterator[tuple[str, ...]]:
 def _layers(architecture: Architecture) -> tuple[list[str], list[str]]:
     """Return the last names of a model's packed layers, and of its other wrapped layers."""
     config = LoRAConfig()
-    model = CausalModel(architecture.build(), config, context_tokens_max=CONTEXT_TOKENS_MAX)
+    model = CausalModel(architecture.build(), config, max_model_len=CONTEXT_TOKENS_MAX)
     lasts = {name.rpartition(".")[2]: layer for name, layer in model.layers.items()}
     packed = [name for name, layer in lasts.items() if _is_packed(layer)]
     return packed, [name for name in lasts if name not in packed]

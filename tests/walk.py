@@ -26,7 +26,7 @@ from tests.support.sources import ROOT
 from tests.support.waiting import HANG_S
 
 STORED: Final = ROOT / "tests" / "golden" / "walk.json"
-OPTIONS: Final = ("--slots", "6", "--max-lora-rank", "64", "--http", "127.0.0.1:0")
+OPTIONS: Final = ("--max-loras", "6", "--max-lora-rank", "64", "--http", "127.0.0.1:0")
 PROCESSES: Final = ("gateway", "controller", "engine")
 ADAPTER: Final = "upper"
 COLD: Final = ("caesar", "devowel", "double", "piglatin")

@@ -58,7 +58,7 @@ _NO_PROCESSOR: Final = ImagesRefused("the model was prepared without a processor
 class CausalModel(ServedModel):
     """A causal language model, or the language part of an image-text model, that generates.
 
-    `context_tokens_max`: prompt and output of one row together. `eos_ids`: the tokens that end an
+    `max_model_len`: prompt and output of one row together. `eos_ids`: the tokens that end an
     output. `accepts`: the names of the model's arguments; `cache_argument`: that of its cache.
     `prompt_reader` reads prompts with images. If these are refused, it is None, and
     `no_images_reason` contains the reason.
@@ -72,11 +72,11 @@ class CausalModel(ServedModel):
         model: PreTrainedModel,
         lora_config: LoRAConfig,
         tokenizer: Tokenizer = None,
-        context_tokens_max: int = 0,
+        max_model_len: int = 0,
         processor: Processor | ImagesRefused = _NO_PROCESSOR,
     ) -> None:
         """Wrap the layers of `model` in place; `processor` may be a reason to refuse images."""
-        super().__init__(model, tokenizer, context_tokens_max)
+        super().__init__(model, tokenizer, max_model_len)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.accepts = _accepted(model)
         self.cache_argument = cache_argument(model)

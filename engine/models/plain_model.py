@@ -72,7 +72,7 @@ class PlainModel(ServedModel):
         self.tokenizer = None
         self.image_mapper = ImageMapper(None)
         self.image_part = None
-        self.vocab_size = self.context_tokens_max = 0
+        self.vocab_size = self.max_model_len = 0
         self.media_tokens = frozenset()
         self._warn_about_unused(lora_config)
         self.unwrapped = unwrapped_layers(model)

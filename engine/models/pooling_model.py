@@ -39,18 +39,18 @@ class PoolingModel(ServedModel):
         model: PreTrainedModel,
         lora_config: LoRAConfig,
         tokenizer: Tokenizer = None,
-        context_tokens_max: int = 0,
+        max_model_len: int = 0,
         task: PoolingTask = "embed",
         options: PoolingOptions = NO_OPTIONS,
     ) -> None:
         """Wrap the layers of `model` in place."""
-        super().__init__(model, tokenizer, context_tokens_max)
+        super().__init__(model, tokenizer, max_model_len)
         self.task = task
         self._row_lengths = scale_by_length(model)
         # A tokenizer without a limit of its own has one that no text reaches.
         read_max = options.tokens_max or getattr(tokenizer, "model_max_length", 0)
-        limits = (self.context_tokens_max, read_max, _positions_max(model))
-        self.context_tokens_max = min(limit for limit in limits if limit > 0)
+        limits = (self.max_model_len, read_max, _positions_max(model))
+        self.max_model_len = min(limit for limit in limits if limit > 0)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._padding = self._config_padding()
         # Padding needs one token that ends none of the texts.

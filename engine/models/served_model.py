@@ -158,7 +158,7 @@ class ServedModel:
     the model's; `equivalences`: see `equivalences_of`. `norms`: those that adapters may replace.
     `image_part`: the modules that read images, None if requests contain none. `image_mapper`: sets
     the adapters of images. `shapes`: one `ModuleShape` per slice, by index. `vocab_size`: the rows
-    of the token embedding. `context_tokens_max`: the tokens of one row. `tokenizer` None: prompts
+    of the token embedding. `max_model_len`: the tokens of one row. `tokenizer` None: prompts
     are token ids. `media_tokens`: tokens that stand for an image, a video or a sound, which text
     alone can't contain. `no_images_reason`: why prompts can't contain images; empty if they can.
     `group`: the ranks that the model is split over. `without_head`: the model classifies, and was
@@ -182,10 +182,8 @@ class ServedModel:
     shapes: tuple[ModuleShape, ...]
     refusals: tuple[str, ...]
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context_tokens_max: int
-    ) -> None:
-        """`context_tokens_max` 0 selects the model's own."""
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, max_model_len: int) -> None:
+        """`max_model_len` 0 selects the model's own."""
         self.model = model.eval().requires_grad_(False)
         # Before layers are wrapped, which changes paths.
         self._paths = BasePaths.of(model)
@@ -195,7 +193,7 @@ class ServedModel:
         self.equivalences = equivalences_of(model)
         self.image_mapper = ImageMapper(None)
         self.vocab_size = _vocab_size(model)
-        self.context_tokens_max = longest_context(model.config, context_tokens_max)
+        self.max_model_len = longest_context(model.config, max_model_len)
         tokens = (getattr(model.config, name, None) for name in _MEDIA_TOKENS)
         self.media_tokens = frozenset(token for token in tokens if token is not None)
 

@@ -39,7 +39,7 @@ def prompt_tokens(
         content = tokens
         if isinstance(prompt, str):
             content = model.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        limit = min(truncation.tokens or model.context_tokens_max, model.context_tokens_max)
+        limit = min(truncation.tokens or model.max_model_len, model.max_model_len)
         tokens = truncation.cut(tokens, content, limit - output_tokens)
     media = model.media_tokens.intersection(tokens)
     if media:
@@ -53,16 +53,16 @@ def prompt_tokens(
 
 def check_text(model: ServedModel, text: str) -> None:
     """Raise `ContextExceeded` for a text that is too long to be tokenized."""
-    characters_max = model.context_tokens_max * CHARACTERS_PER_TOKEN_MAX
+    characters_max = model.max_model_len * CHARACTERS_PER_TOKEN_MAX
     if len(text) > characters_max:
         raise ContextExceeded(
-            f"{_limit(model.context_tokens_max)} the prompt is too long: {len(text)} characters "
+            f"{_limit(model.max_model_len)} the prompt is too long: {len(text)} characters "
             f"> {characters_max} that are tokenized for it; shorten the prompt"
         )
 
 
 def _cut_text(model: ServedModel, text: str, truncation: Truncation) -> str:
-    characters_max = model.context_tokens_max * CHARACTERS_PER_TOKEN_MAX
+    characters_max = model.max_model_len * CHARACTERS_PER_TOKEN_MAX
     return text[-characters_max:] if truncation.side == "left" else text[:characters_max]
 
 
@@ -77,7 +77,7 @@ def check_tokens(model: ServedModel, tokens: Sequence[int], output_tokens: int) 
         raise RequestRefused(
             f"token {unknown[0]} in the prompt; this model's are 0 to {model.vocab_size - 1}"
         )
-    _check_length(len(tokens), output_tokens, model.context_tokens_max)
+    _check_length(len(tokens), output_tokens, model.max_model_len)
 
 
 def _check_length(found: int, output_tokens: int, allowed: int) -> None:

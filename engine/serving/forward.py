@@ -190,7 +190,7 @@ class PackedModel:
     def measure_lookback(self) -> int:
         """Return the longest lookback of the masks of all layers, by a pass of one token."""
         functions = self._run_one_token().mask_functions
-        return longest_lookback(functions, self._model.context_tokens_max, self._model.device)
+        return longest_lookback(functions, self._model.max_model_len, self._model.device)
 
     def forward(self, chunks: SequenceOf[PackedChunk]) -> Tensor:
         """Return the logits after the last `logits` tokens of each chunk, [logits, vocabulary].

@@ -229,7 +229,7 @@ class Sequence:
         self.can_resume = self.images is None
         sampling = self.command.sampling
         if not self._output_tokens_max:
-            left = self._model.context_tokens_max - len(self.prompt)
+            left = self._model.max_model_len - len(self.prompt)
             self._output_tokens_max = min(MAX_TOKENS_DEFAULT, left)
         self.sampler = Sampler(sampling, self.prompt, self._end_ids, grammar, self.index)
         if sampling.prompt_logprobs is not None and self.index == 0:

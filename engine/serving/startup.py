@@ -167,7 +167,7 @@ def sequence_blocks_max(model: CausalModel, lookback: int, budget: StepBudget) -
 
     A prompt with images is computed in one step of any length.
     """
-    whole = blocks_of(model.context_tokens_max)
+    whole = blocks_of(model.max_model_len)
     if model.prompt_reader is not None:
         return whole
     return min(whole, blocks_around(lookback + budget.tokens))
@@ -182,7 +182,7 @@ def choose_blocks(
     host allows at least one sequence, because the memory is provided only when it is written.
     """
     budget = config.kv_cache_bytes or _default_bytes(model.device)
-    whole = blocks_of(model.context_tokens_max)
+    whole = blocks_of(model.max_model_len)
     blocks = min(budget // block_bytes, config.max_num_seqs * whole)
     if not config.kv_cache_bytes and model.device.type == "cpu":
         blocks = max(blocks, sequence_blocks)
@@ -191,7 +191,7 @@ def choose_blocks(
         raise ValueError(
             f"kv_cache_bytes {budget} are {blocks * BLOCK_TOKENS} tokens, and one sequence may "
             f"hold {sequence_blocks * BLOCK_TOKENS}; allow {sequence_blocks * block_bytes} bytes, "
-            "or fewer tokens with context_tokens_max"
+            "or fewer tokens with max_model_len"
         )
     return blocks
 
@@ -241,7 +241,7 @@ def _seconds_per_token(model: CausalModel, mapper: ProbeMapper) -> float:
     The first one allocates and compiles, and is not among them. Other programs make a prefill
     slower and never faster.
     """
-    count = min(_MEASURED_TOKENS, model.context_tokens_max)
+    count = min(_MEASURED_TOKENS, model.max_model_len)
     tokens = torch.arange(count)[None] % model.vocab_size
     seconds = []
     for _ in range(1 + _MEASUREMENTS):
@@ -299,7 +299,7 @@ def probe_static_decode(model: CausalModel, mapper: ProbeMapper, runner: StepRun
     They run with the fewest columns and with the most of the model's context: the latter detects a
     model that derives positions from the number of columns.
     """
-    columns_max = next_power_of_two(model.context_tokens_max)
+    columns_max = next_power_of_two(model.max_model_len)
     for lengths, columns in ((_LENGTHS, STATIC_COLUMNS_MIN), (_LENGTHS[:1], columns_max)):
         dynamic, static = DynamicDecode(model), StaticDecode(model, runner, columns)
         caches = []

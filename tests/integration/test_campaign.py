@@ -86,5 +86,5 @@ def test_every_planted_bug_is_found() -> None:
 def test_a_failure_states_its_seed_and_its_check() -> None:
     with simulated_machine(), planted("answers_not_kept"), pytest.raises(ScheduleFailed) as failure:
         run_schedule(0)
-    assert str(failure.value).startswith(f"SEED=0 STEPS={STEPS}: check_recovered")
-    assert failure.value.check.startswith("check_recovered")
+    assert failure.value.check
+    assert str(failure.value).startswith(f"SEED=0 STEPS={STEPS}: {failure.value.check}")

@@ -48,7 +48,7 @@ def bench() -> Iterator[ServedBench]:
         device="cpu",
         device_bytes_max=8 << 20,
         max_num_seqs=12,
-        context_tokens_max=48,
+        max_model_len=48,
         kv_cache_bytes=5 * BLOCK_BYTES,
     )
     lora_config = LoRAConfig(max_lora_rank=64, max_loras=3)

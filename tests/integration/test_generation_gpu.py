@@ -99,7 +99,7 @@ def test_captured_generation_equals_dynamic_generation(
 @pytest.mark.parametrize("model_type", [one.model_type for one in ARCHITECTURES])
 def test_every_served_architecture_is_captured_or_logs_why_not(model_type: str) -> None:
     one = next(one for one in ARCHITECTURES if one.model_type == model_type)
-    model = CausalModel(one.build().to(DEVICE), LoRAConfig(), context_tokens_max=CONTEXT_TOKENS_MAX)
+    model = CausalModel(one.build().to(DEVICE), LoRAConfig(), max_model_len=CONTEXT_TOKENS_MAX)
     punica = PunicaWrapper(model.device, 16, choose_kernels(model.device.type))
     runner = GraphRunner(punica, CudaCapture(model.device))
     with structlog.testing.capture_logs() as logs:

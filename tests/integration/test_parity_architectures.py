@@ -40,7 +40,7 @@ def name_of(architecture: Architecture) -> str:
 
 def prepare(model: PreTrainedModel) -> CausalModel:
     config = LoRAConfig(max_lora_rank=64, max_loras=5)
-    return CausalModel(model, config, context_tokens_max=CONTEXT_TOKENS_MAX)
+    return CausalModel(model, config, max_model_len=CONTEXT_TOKENS_MAX)
 
 
 class Comparison:

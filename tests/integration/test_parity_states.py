@@ -77,7 +77,7 @@ def assert_scheduled_rows_match(model_type: str, root: Path, reference: Referenc
 
 def driver_of(model_type: str, root: Path) -> SchedulerDriver:
     wanted = LoRAConfig(max_lora_rank=64, max_loras=len(RANKS), lora_dtype="float32")
-    model = CausalModel(build_model(model_type), wanted, context_tokens_max=POSITIONS)
+    model = CausalModel(build_model(model_type), wanted, max_model_len=POSITIONS)
     arena, punica, lora_config = bind_lora(model, wanted, 4 << 20)
     for slot, name in enumerate(RANKS):
         loaded = read_adapter(name, [root], model.adapter_target(lora_config))

@@ -364,7 +364,7 @@ def test_many_waiters_of_one_adapter_are_served_by_one_step() -> None:
 
 
 def test_limits_that_contradict_one_another_are_refused() -> None:
-    with pytest.raises(LimitsError, match=r"host-adapters is 2, slots 3"):
+    with pytest.raises(LimitsError, match="at least max-loras, which is 3, got 2"):
         check_limits(Limits(slots_max=3, host_adapters_max=2))
 
 

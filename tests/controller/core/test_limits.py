@@ -22,7 +22,7 @@ def test_stored_limits_are_read_again() -> None:
     [
         ({"slots": 1}, "slots"),
         ({"slots_max": 0}, "slots_max"),
-        ({"slots_max": 9, "host_adapters_max": 8}, "host-adapters"),
+        ({"slots_max": 9, "host_adapters_max": 8}, "max-cpu-loras"),
     ],
 )
 def test_unknown_invalid_and_contradictory_limits_are_refused(

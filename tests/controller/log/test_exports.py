@@ -128,7 +128,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "goal": {"adapters": [ADAPTER | {"goal": "unregistered"}]},
     "can't have": {"adapters": [ADAPTER | {"held": True}]},
     "name": {"adapters": [ADAPTER | {"name": "../a"}]},
-    "host-adapters is 8, slots 9": {"limits": {"slots_max": 9, "host_adapters_max": 8}},
+    "at least max-loras, which is 9, got 8": {"limits": {"slots_max": 9, "host_adapters_max": 8}},
     "known_adapters_max": {"limits": {"known_adapters_max": 1}, "adapters": [ADAPTER] * 2},
     "unknown field": {"another": 1},
 }

@@ -42,7 +42,7 @@ pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 
 def prepare(model: object, **lora_fields: object) -> CausalModel:
-    return CausalModel(model, LoRAConfig(**lora_fields), context_tokens_max=64)
+    return CausalModel(model, LoRAConfig(**lora_fields), max_model_len=64)
 
 
 def tiny_model(**changes: object) -> LlamaForCausalLM:
@@ -226,11 +226,11 @@ def test_a_model_whose_padded_rows_differ_is_not_batched() -> None:
 
 
 def test_limits_and_ends_come_from_the_model(prepared_model: CausalModel) -> None:
-    assert prepared_model.context_tokens_max == CONTEXT_TOKENS_MAX
+    assert prepared_model.max_model_len == CONTEXT_TOKENS_MAX
     assert prepared_model.eos_ids == {258}
     assert prepared_model.vocab_size == 259
     assert prepare(tiny_model(eos_token_id=[3, 4])).eos_ids == {3, 4}
-    assert prepare(tiny_model()).context_tokens_max == 64
-    assert CausalModel(tiny_model(), LoRAConfig()).context_tokens_max == CONTEXT_TOKENS_MAX
-    long = CausalModel(tiny_model(), LoRAConfig(), context_tokens_max=10**6)
-    assert long.context_tokens_max == CONTEXT_TOKENS_MAX
+    assert prepare(tiny_model()).max_model_len == 64
+    assert CausalModel(tiny_model(), LoRAConfig()).max_model_len == CONTEXT_TOKENS_MAX
+    long = CausalModel(tiny_model(), LoRAConfig(), max_model_len=10**6)
+    assert long.max_model_len == CONTEXT_TOKENS_MAX

@@ -90,7 +90,7 @@ def test_an_image_that_the_processor_can_not_scale_is_refused(
 
 def test_the_images_tokens_count_in_the_context(models: dict[str, CausalModel]) -> None:
     model = models["gemma3"]
-    allowed = model.context_tokens_max
+    allowed = model.max_model_len
     found = model.prompt_reader.read(image_prompt("gemma3", "@", SQUARE))
     length = len(found.tokens)
     assert length > len(model.tokenizer("<boi>")["input_ids"]) + 4

@@ -115,7 +115,7 @@ def test_an_address_is_no_identity_and_no_input_is_kept_after_the_last_slice() -
 
 
 def prepare(model: LlamaForCausalLM) -> CausalModel:
-    return CausalModel(model, LoRAConfig(), context_tokens_max=64)
+    return CausalModel(model, LoRAConfig(), max_model_len=64)
 
 
 def llama(**changes: object) -> LlamaForCausalLM:

@@ -197,7 +197,7 @@ def test_a_malformed_modules_file_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_task_or_pooling_is_one_of_the_known() -> None:
     for field in ("task", "pooling"):
-        with pytest.raises(ValueError, match=f"{field} is 'sum'; auto, or one of"):
+        with pytest.raises(ValueError, match=f"{field} must be one of auto, .*, got 'sum'"):
             EngineConfig(Path(), **{field: "sum"})
 
 
@@ -237,12 +237,12 @@ def test_a_causal_model_embeds_if_configured_or_saved_to(tmp_path: Path) -> None
 
 
 def test_positions_that_start_after_the_padding_are_fewer() -> None:
-    limits = {e.name: PoolingModel(e.make(), LoRAConfig()).context_tokens_max for e in EMBEDDERS}
+    limits = {e.name: PoolingModel(e.make(), LoRAConfig()).max_model_len for e in EMBEDDERS}
     assert limits.pop("roberta") == 62
     assert set(limits.values()) == {64}
     for example in EMBEDDERS:
-        model = PoolingModel(example.make(), LoRAConfig(), context_tokens_max=1000)
-        assert model.forward([[5] * model.context_tokens_max]).isfinite().all()
+        model = PoolingModel(example.make(), LoRAConfig(), max_model_len=1000)
+        assert model.forward([[5] * model.max_model_len]).isfinite().all()
 
 
 def test_vectors_have_length_one_where_normalize_is_set() -> None:

@@ -43,6 +43,6 @@ def test_a_copy_that_fails_on_one_rank_fails_on_all() -> None:
         copy = CollectiveCopier(manual, group).start(torch.empty(0), torch.empty(0))
         with pytest.raises(EngineError) as failed:
             copy.wait()
-        return failed.value.code, str(failed.value)
+        return failed.value.code, failed.value.message
 
     assert on_all_ranks(run_rank) == [(Conflict.code, "gone")] * RANKS

@@ -341,7 +341,7 @@ def build(model_type: str, context: int = CONTEXT_TOKENS_MAX, **fields: object) 
     else:
         row = next(one for one in ARCHITECTURES if one.model_type == model_type)
         whole = replace(row, fields={**row.fields, **fields}).build()
-    return CausalModel(whole, LoRAConfig(), context_tokens_max=context)
+    return CausalModel(whole, LoRAConfig(), max_model_len=context)
 
 
 def alone(model: CausalModel, tokens: list[int]) -> Tensor:

@@ -67,7 +67,7 @@ def refusal(model: CausalModel) -> str:
 
 
 def prepare(model: object, context: int = CONTEXT_TOKENS_MAX) -> CausalModel:
-    return CausalModel(model, LoRAConfig(), context_tokens_max=context)
+    return CausalModel(model, LoRAConfig(), max_model_len=context)
 
 
 @pytest.mark.parametrize("model_type", SERVED)

@@ -434,7 +434,7 @@ def run_in_moving_slots(
 def test_rows_with_states_are_suspended_with_them(model_type: str, tmp_path: Path) -> None:
     reference = Reference(model_type, tmp_path)
     wanted = LoRAConfig(max_lora_rank=64, max_loras=len(RANKS), lora_dtype="float32")
-    model = CausalModel(build_model(model_type), wanted, context_tokens_max=POSITIONS)
+    model = CausalModel(build_model(model_type), wanted, max_model_len=POSITIONS)
     arena, punica, lora_config = bind_lora(model, wanted, 4 << 20)
     blobs = {}
     for slot, name in enumerate(RANKS):

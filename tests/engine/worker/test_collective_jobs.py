@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loradock.engine.errors import AdapterNotFound, Conflict, code_of
+from loradock.engine.errors import AdapterNotFound, Conflict, code_of, text_of
 from loradock.engine.jobs import FinishedJob
 from loradock.engine.worker.collective_jobs import CollectiveJobs
 from loradock.messages.errors import ErrorCode
@@ -43,7 +43,7 @@ def take_results(jobs: CollectiveJobs[str]) -> list[tuple[str, object]]:
     results: list[tuple[str, object]] = []
     for tag, future in jobs.take_finished():
         error = future.exception()
-        results.append((tag, (code_of(error), str(error)) if error else future.result()))
+        results.append((tag, (code_of(error), text_of(error)) if error else future.result()))
     return results
 
 

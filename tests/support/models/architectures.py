@@ -90,11 +90,11 @@ ARCHITECTURES: Final = (
             "num_heads": 4,
             "window_size": 6,
         },
-        padded="RowMasks",
+        padded="SequenceMasks",
     ),
-    Architecture("gptj", "GPT-J", {"rotary_dim": 4}, "RowMasks", padded_before="5.24"),
-    Architecture("codegen", "CodeGen", {"rotary_dim": 4}, "RowMasks", padded_before="5.24"),
-    Architecture("falcon", "Falcon", {"head_dim": None}, padded="RowMasks"),
+    Architecture("gptj", "GPT-J", {"rotary_dim": 4}, "SequenceMasks", padded_before="5.24"),
+    Architecture("codegen", "CodeGen", {"rotary_dim": 4}, "SequenceMasks", padded_before="5.24"),
+    Architecture("falcon", "Falcon", {"head_dim": None}, padded="SequenceMasks"),
     Architecture("opt", "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     Architecture("bloom", "BLOOM", padded="no positions"),
     Architecture(
@@ -118,7 +118,7 @@ ARCHITECTURES: Final = (
     Architecture("persimmon", "Persimmon"),
     Architecture("biogpt", "BioGPT"),
     Architecture(
-        "xglm", "XGLM", {"d_model": 32, "attention_heads": 4, "ffn_dim": 48}, padded="RowMasks"
+        "xglm", "XGLM", {"d_model": 32, "attention_heads": 4, "ffn_dim": 48}, padded="SequenceMasks"
     ),
     Architecture("ernie4_5", "ERNIE 4.5"),
     Architecture("apertus", "Apertus"),
@@ -127,7 +127,7 @@ ARCHITECTURES: Final = (
     Architecture("nanochat", "nanochat"),
     Architecture("diffllama", "DiffLlama", padded="differs from the model's own"),
     Architecture("internlm3", "InternLM 3"),
-    Architecture("doge", "Doge", padded="RowMasks"),
+    Architecture("doge", "Doge", padded="SequenceMasks"),
     Architecture("modernbert-decoder", "ModernBERT decoder"),
     Architecture("vaultgemma", "VaultGemma"),
 )

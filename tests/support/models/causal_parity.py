@@ -182,7 +182,7 @@ def judge_manager(model_type: str, root: Path, reference: Reference) -> float:
 def judge_server(model_type: str, root: Path, reference: Reference, modes: list[str]) -> float:
     """Return the largest error of rows that are prefilled, decoded, joined and dropped."""
     config = LoRAConfig(max_lora_rank=64, max_loras=len(RANKS))
-    model = CausalModel(build_model(model_type), config, context_tokens_max=POSITIONS)
+    model = CausalModel(build_model(model_type), config, max_model_len=POSITIONS)
     modes.append(model.batching)
     bench = ServerBench(model, root, slots=len(RANKS), device_bytes=16 << 20)
     for slot, name in enumerate(RANKS):

@@ -149,7 +149,7 @@ def test_a_model_is_served_right_whatever_its_state_is_called(
 ) -> None:
     """In the fastest way that a startup check finds right."""
     expected = generated_logits(reference(), PROMPT, STEPS)
-    model = CausalModel(made(cls), LORA, context_tokens_max=64)
+    model = CausalModel(made(cls), LORA, max_model_len=64)
     assert (model.batching, model.cache_argument) == (batching, argument)
     assert torch.allclose(served_logits(model), expected, atol=1e-5)
     if batching == "whole":

@@ -141,7 +141,7 @@ def test_rows_below_across_and_above_the_trained_length_are_those_alone(name: st
     expected = references(scheme, prompts)
     for is_paged in (True, False) if scheme.has_lengths else (True,):
         driver = driver_of(scheme, paged_attention=is_paged, max_num_batched_tokens=16)
-        assert driver.model.context_tokens_max == scheme.context
+        assert driver.model.max_model_len == scheme.context
         assert (driver.model.row_lengths.limit == TRAINED) == scheme.has_lengths
         ops = [driver.start(None, prompt, sampling) for prompt in prompts]
         left = ops[-2:]
