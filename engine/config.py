@@ -243,12 +243,12 @@ class EngineConfig(EngineOptions):
 
     @property
     def pins(self) -> bool:
-        """Whether blobs are page-locked."""
+        """True if blobs are page-locked."""
         return self.torch_device.type == "cuda" if self.pin_memory is None else self.pin_memory
 
 
 def _wants_dual_stream(environment: Mapping[str, str]) -> bool:
-    """Whether the environment sets a second stream, and this machine has one."""
+    """Return whether the environment sets a second stream, and this machine has one."""
     is_on = environment.get(DUAL_STREAM_VARIABLE, "0").lower() in ("1", "true")
     return is_on and torch.cuda.is_available()
 

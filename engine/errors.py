@@ -121,7 +121,9 @@ MODEL_CODE_ERRORS: Final = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is a lack of memory; on a CPU, torch reports it as a plain RuntimeError."""
+    """Return whether an error is a lack of memory; on a CPU, torch reports it as a plain
+    RuntimeError.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

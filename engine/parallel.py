@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT_S: Final = 60.0
-"""How long a call waits for the other ranks, once all have started."""
+"""Longest wait of a call for the other ranks, once all have started."""
 
 START_TIMEOUT_S: Final = 1800.0
-"""How long the first ready rank waits for ranks that still load the model."""
+"""Longest wait of the first ready rank for ranks that still load the model."""
 
 
 class RankLost(Exception):  # noqa: N818 - named by what was found, as the engine's errors
@@ -81,12 +81,12 @@ class ParallelGroup:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether this process is the only one."""
+        """True if this process is the only one."""
         return self.world_size == 1
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0, which decides for all."""
+        """True if this is rank 0, which decides for all."""
         return self.rank == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ SINGLE: Final = ParallelGroup()
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `torchrun` started this process as one of several."""
+    """Return whether `torchrun` started this process as one of several."""
     return int(environment.get("WORLD_SIZE", "1")) > 1
 
 

@@ -28,7 +28,7 @@ TASKS: Final = ("generate", "embed", "classify")
 """The tasks that an engine can have."""
 
 POOLINGS: Final = ("mean", "cls", "last")
-"""How one vector is made of the hidden states of a text's tokens."""
+"""Ways to reduce the hidden states of a text's tokens to one vector."""
 
 UNQUANTIZED: Final = "none"
 """The quantization of a model that is loaded as it was saved."""
@@ -36,7 +36,7 @@ UNQUANTIZED: Final = "none"
 QUANTIZATIONS: Final = (
     *("torchao-int8", "torchao-int4", "bitsandbytes-8bit", "bitsandbytes-4bit", "fp8"),
 )
-"""How a model can be quantized while it is loaded."""
+"""Formats in which a model can be quantized while it is loaded."""
 
 ADAPTER_WEIGHT_MAX: Final = 1000
 DEVICE_BYTES_DEFAULT: Final = 1 << 30

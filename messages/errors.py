@@ -145,7 +145,7 @@ class LoradockError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may succeed later."""
+        """True if the same request may succeed later."""
         return MEANINGS[self.code].retryable
 
     def __str__(self) -> str:

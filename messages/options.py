@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 Unit = Literal["", "bytes", "seconds"]
-"""What a number counts. Sizes may be written with a unit, and `_ms` fields are set in seconds."""
+"""Unit of a number. Sizes may be written with a unit, and `_ms` fields are set in seconds."""
 
 ENVIRONMENT_PREFIX: Final = "LORADOCK_"
 
@@ -26,7 +26,7 @@ _METAVARS: Final = {"bytes": "SIZE", "seconds": "SECONDS"}
 
 
 class Declaration(Struct, frozen=True):
-    """What an option's field has besides its name, type, default and bounds."""
+    """Properties of an option beyond its field's name, type, default and bounds."""
 
     flag: str = ""
     flags: str = ""
@@ -85,7 +85,7 @@ class Option(Struct, frozen=True):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the field is in milliseconds, and the option in seconds."""
+        """True if the field is in milliseconds, and the option in seconds."""
         return self.unit == "seconds" and self.field.endswith("_ms")
 
     def parse(self, value: Any) -> Any:
@@ -152,7 +152,7 @@ class Option(Struct, frozen=True):
 
     @property
     def needed(self) -> str:
-        """What a value must be, for an error: `an integer from 1 to 1024`."""
+        """Description of the allowed values, for an error: `an integer from 1 to 1024`."""
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}"
         if self.kind is bool:

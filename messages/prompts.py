@@ -1,4 +1,4 @@
-"""What a client wants continued, embedded or classified, and how tokens are sampled.
+"""Prompts and inputs of clients, and the sampling of tokens.
 
 Prompts and inputs are never logged.
 """
@@ -100,7 +100,7 @@ Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 
 
 class Structure(Value, frozen=True):
-    """What the whole output has to be: the only tokens that are chosen are those that lead to it.
+    """Constraint on the whole output: the only tokens that are chosen are those that lead to it.
 
     `text` is a JSON schema or a regular expression (of the whole output, without look-around); an
     empty schema allows any JSON object. A `choice` is one of `choices`. An output that `max_tokens`

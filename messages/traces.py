@@ -20,7 +20,7 @@ ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_EN
 
 _TIMEOUTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 _TIMEOUT_S: Final = 2.0
-"""How long one export may take by default; the end of a process waits for the last one."""
+"""Default time limit of one export; the end of a process waits for the last one."""
 
 
 class TracesError(ValueError):
@@ -28,7 +28,7 @@ class TracesError(ValueError):
 
 
 def is_configured(environment: Mapping[str, str]) -> bool:
-    """Whether the variables of OpenTelemetry turn tracing on."""
+    """Return whether the variables of OpenTelemetry turn tracing on."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     if environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() not in ("", "otlp"):

@@ -21,14 +21,14 @@ Details = Annotated[
 Warnings = Annotated[
     tuple[Annotated[str, Meta(max_length=DETAIL_CHARACTERS_MAX)], ...], Meta(max_length=DETAILS_MAX)
 ]
-"""What users should know about an adapter that is served all the same, one finding each."""
+"""Findings about an adapter that is served all the same, for its users."""
 
 Vector = Annotated[bytes, Meta(max_length=1 << 22)]
 """A sequence of float32 numbers, little-endian."""
 
 
 class AdapterCounters(Value, frozen=True):
-    """What happened to an adapter under one name; durations in nanoseconds of recorded time.
+    """Counts of an adapter's events under one name; durations in nanoseconds of recorded time.
 
     `hits`: requests to use it that found it in a slot; `misses`: others. Loads, stagings and holds
     only prepare it and are neither. `evictions`: how often a policy moved it down for others;
@@ -118,10 +118,10 @@ class FailureView(Value, frozen=True):
 
 
 KVLayout = Literal["", "paged", "padded"]
-"""How keys and values are kept: in blocks, as rows of equal length, or not at all."""
+"""Layout of keys and values: in blocks, as rows of equal length, or not at all."""
 
 Batching = Literal["", "paged", "padded", "together", "single", "whole"]
-"""How an engine runs the sequences of a step, the fastest first; empty if it generates nothing.
+"""Batching modes of an engine's steps, the fastest first; empty if it generates nothing.
 
 In blocks, as one left-padded batch, together with states of any kind, one after another with a
 state, or one after another with all tokens at each step.
@@ -144,7 +144,7 @@ class Distribution(Value, frozen=True):
 
 
 class EngineStatistics(Value, frozen=True):
-    """What an engine measured since its start, and its memory; durations in nanoseconds.
+    """Measurements of an engine since its start, and its memory; durations in nanoseconds.
 
     `steps` are forward passes, which took `step_ns`; they computed `prompt_tokens` and
     `output_tokens`. `running` requests take part in the next step, `waiting` ones are in the

@@ -54,7 +54,7 @@ class AnswerWindows:
         return len(self.by_id)
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether a request has an answer."""
+        """Return whether a request has an answer."""
         return request_id in self.by_id
 
     def __iter__(self) -> Iterator[RequestId]:

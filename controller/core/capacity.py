@@ -26,7 +26,7 @@ class Amount(Struct, frozen=True, gc=False):
 
 
 PLACES_PER_ADAPTER: Final[dict[TierName, int]] = {"host": 1, "pinned": 0, "device": 1}
-"""What counts against a tier's bound: pinned memory is bounded by bytes alone."""
+"""Quantities that count against a tier's bound: pinned memory is bounded by bytes alone."""
 
 STATES_HOLDING: Final[dict[TierName, tuple[AdapterState, ...]]] = {
     "host": (CPU_CACHED, PINNED, GPU_SLOT),
@@ -56,7 +56,7 @@ def usage_of(adapter: Adapter, tier: TierName) -> Amount:
 
 
 def fits(context: Context, adapter: Adapter, tier: TierName) -> bool:
-    """Whether the adapter can enter the tier as it is now."""
+    """Return whether the adapter can enter the tier as it is now."""
     usage, places = context.world.tiers[tier], PLACES_PER_ADAPTER[tier]
     return (
         not places or usage.count + places <= usage.count_max
@@ -228,7 +228,7 @@ def demotion_goal(context: Context, victim: Adapter, tier: TierName) -> AdapterS
 
 
 def has_pageable_room(context: Context, adapter: Adapter) -> bool:
-    """Whether the adapter's blob fits into pageable memory."""
+    """Return whether the adapter's blob fits into pageable memory."""
     host = context.world.tiers["host"]
     return host.size_bytes + needed_bytes(adapter, "host") <= host.size_bytes_max
 

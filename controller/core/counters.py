@@ -16,7 +16,7 @@ from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGIS
 
 @fast_assignment
 class Counters(Struct, array_like=True, gc=False):
-    """What happened to an adapter under one name; durations in nanoseconds of logical time.
+    """Counts of an adapter's events under one name; durations in nanoseconds of logical time.
 
     `loradock.messages.views.AdapterCounters` describes each field.
     """

@@ -224,7 +224,9 @@ def _restart_request(context: Context, request_id: RequestId) -> None:
 
 
 def _is_replaced(context: Context, adapter: Adapter) -> bool:
-    """Whether a request for the adapter would be served by another version if it was repeated."""
+    """Return whether a request for the adapter would be served by another version if it was
+    repeated.
+    """
     is_known = adapter.name in context.world.names
     return adapter.retired and (is_known or context.rules == 2)
 
@@ -388,7 +390,7 @@ def _differs(adapter: Adapter | None, entry: InventoryAdapter | None) -> bool:
 
 
 def _is_same_content(adapter: Adapter, entry: InventoryAdapter | None) -> bool:
-    """Whether a record and an entry of one id mean the same content; true without an entry."""
+    """Return whether a record and an entry of one id mean the same content; true if no entry."""
     if entry is None:
         return True
     if adapter.fingerprint:

@@ -40,7 +40,7 @@ _STATE_BY_STATE: Final = frozenset(["cheapest-first"])
 
 
 def is_state_by_state(policy: str, rules: int) -> bool:
-    """Whether a policy receives the candidates of one state at a time, until it chooses one.
+    """Return whether a policy receives the candidates of one state at a time, until it chooses one.
 
     Under rules 2 every policy does.
     """

@@ -118,7 +118,7 @@ def _command_type(world: World, adapter: Adapter) -> type | None:
 
 
 def _expected_usage(world: World, adapter: Adapter) -> tuple[bool, bool, bool, bool]:
-    """Whether it counts on the host, and is charged for pageable, pinned and device memory."""
+    """Return whether it counts on the host and for pageable, pinned and device memory."""
     kind = _command_type(world, adapter)
     loaded, staged = adapter.state == CPU_CACHED, adapter.state in (PINNED, GPU_SLOT)
     return (

@@ -113,7 +113,7 @@ def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
 
 
 def _owes_slot(context: Context, adapter: Adapter) -> bool:
-    """Whether requests that came before a lower goal need the adapter in a slot."""
+    """Return whether requests that came before a lower goal need the adapter in a slot."""
     is_suspended = adapter.state != GPU_SLOT and context.world.will_resume(adapter)
     return is_suspended or context.world.awaits_first_slot(adapter)
 

@@ -134,7 +134,7 @@ def _check_load(context: Context, message: requests.LoadAdapter) -> Adapter | No
 
 
 def is_replacement(message: requests.LoadAdapter, adapter: Adapter) -> bool:
-    """Whether a load of a known name makes another version."""
+    """Return whether a load of a known name makes another version."""
     return message.replace or message.path not in ("", adapter.path)
 
 

@@ -21,10 +21,10 @@ from loradock.messages.ids import GPU_SLOT, NO_SLOT, AdapterId, OpId
 from loradock.messages.views import AdapterCounters, AdapterUse, AdapterView, TierView
 
 Sees = Callable[[str], bool]
-"""Whether a client can see the adapters of a name."""
+"""True if a client can see the adapters of a name."""
 
 Phase = Literal["running", "queued", "waiting"]
-"""Whether an inference takes part in the engine's next step, waits there, or waits for a slot."""
+"""True if an inference takes part in the engine's next step, waits there, or waits for a slot."""
 
 
 def adapter_view(world: World, adapter: Adapter) -> AdapterView:

@@ -41,7 +41,7 @@ GRANTED: Final[dict[RequestKind, AdapterState]] = {
 
 
 def has_reached(adapter: Adapter, target: AdapterState) -> bool:
-    """Whether both state and goal of the adapter are `target` or above."""
+    """Return whether both state and goal of the adapter are `target` or above."""
     if adapter.state == adapter.goal == target:
         # The hot path.
         return True
@@ -50,7 +50,7 @@ def has_reached(adapter: Adapter, target: AdapterState) -> bool:
 
 
 def is_satisfied(adapter: Adapter, pending: PendingRequest) -> bool:
-    """Whether the adapter is in a state that the request waits for, and will stay in it."""
+    """Return whether the adapter is in a state that the request waits for, and will stay in it."""
     if pending.kind in DOWNWARD:
         level = RESIDENCY_LEVEL[pending.target]
         return RESIDENCY_LEVEL[adapter.state] <= level and not adapter.op

@@ -327,24 +327,30 @@ class World:
         return None if adapter_id is None else self.adapters[adapter_id]
 
     def has_suspended(self, adapter: Adapter) -> bool:
-        """Whether a generation of the adapter is suspended."""
+        """Return whether a generation of the adapter is suspended."""
         pending = self.pending_requests
         return any(pending[request_id].op for request_id in adapter.waiters)
 
     def will_resume(self, adapter: Adapter) -> bool:
-        """Whether a suspended generation of the adapter needs a slot: it is not ordered to end."""
+        """Return whether a suspended generation of the adapter needs a slot: it is not ordered to
+        end.
+        """
         waiting = [self.pending_requests[request_id] for request_id in adapter.waiters]
         return any(pending.op and not pending.stopping for pending in waiting)
 
     def awaits_first_slot(self, adapter: Adapter) -> bool:
-        """Whether inference waits for a removed version, whose name was valid when it arrived."""
+        """Return whether inference waits for a removed version, whose name was valid when it
+        arrived.
+        """
         if not adapter.retired:
             return False
         waiting = [self.pending_requests[request_id] for request_id in adapter.waiters]
         return any(pending.kind in INFERENCE and not pending.op for pending in waiting)
 
     def is_wanted_down(self, adapter: Adapter) -> bool:
-        """Whether a downward request waits for the adapter; upward requests are served after it."""
+        """Return whether a downward request waits for the adapter; upward requests are served after
+        it.
+        """
         pending = self.pending_requests
         return any(pending[request_id].kind in DOWNWARD for request_id in adapter.waiters)
 
@@ -369,7 +375,9 @@ class World:
         return [(pending.deadline_ns, "request", key) for key, pending in waiting]
 
     def is_live(self, entry: Deadline) -> bool:
-        """Whether the thing that the deadline is for still exists, and still has this deadline."""
+        """Return whether the thing that the deadline is for still exists, and still has this
+        deadline.
+        """
         at_ns, kind, key = entry
         if kind == "request":
             pending = self.pending_requests.get(key)  # type: ignore[arg-type]

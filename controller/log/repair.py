@@ -1,4 +1,4 @@
-"""What an operator does to a log while no server writes it: verify, compact, repair, skip a record.
+"""Commands on a log that no server writes: verify, compact, repair, skip a record.
 
 A repair cuts off the first corruption and what follows it. If a valid snapshot begins after the
 corrupt segment, no restart needs it and the segments before it: they are renamed, and nothing is

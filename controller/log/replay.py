@@ -129,7 +129,7 @@ class _Replayer:
 
     @property
     def is_done(self) -> bool:
-        """Whether record `until` has been handled."""
+        """True if record `until` has been handled."""
         return self._until is not None and self.position.link.seq >= self._until
 
     def handle(self, segment: Segment, header: Header) -> bool:

@@ -32,7 +32,7 @@ _ARCHIVE: Final = "archive:"
 
 
 class Retention(Struct, frozen=True):
-    """What is done with records and events that no restart needs, once they are `hours` old.
+    """Treatment of records and events that no restart needs, once they are `hours` old.
 
     `archive` is the directory to which `action` "archive" moves segments.
     """

@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class SnapshotOrder(Struct, frozen=True):
-    """What a snapshotter is to do; `until` is the last record that its server has handled."""
+    """Order to a snapshotter; `until` is the last record that its server has handled."""
 
     until: Seq
     retention: Retention = Retention()

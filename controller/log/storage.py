@@ -28,7 +28,7 @@ writes a MiB, for a fraction of one with this size.
 """
 
 _LOCKED_S: Final = 5.0
-"""How long a connection waits for another process's commit."""
+"""Longest wait of a connection for another process's commit."""
 
 _OPERATIONS_MAX: Final = 4
 _WAIT_S: Final = 3600
@@ -45,7 +45,7 @@ class Storage:
         return os.listdir(directory)
 
     def is_directory(self, path: Path) -> bool:
-        """Whether `path` is a directory."""
+        """Return whether `path` is a directory."""
         return path.is_dir()
 
     def make_directory(self, directory: Path) -> None:

@@ -168,7 +168,7 @@ class Log:
 
     @property
     def has_record(self) -> bool:
-        """Whether the current segment has a record."""
+        """True if the current segment has a record."""
         return self._link.seq >= self._first_seq
 
     def change_header(self, header: Header) -> None:

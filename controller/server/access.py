@@ -88,7 +88,7 @@ class _User(NamedTuple):
     names: re.Pattern[str] | None
 
     def sees(self, name: str) -> bool:
-        """Whether an adapter of this name exists for the key."""
+        """Return whether an adapter of this name exists for the key."""
         return self.names is None or bool(self.names.match(name))
 
 
@@ -154,12 +154,12 @@ class Access:
         return user.key.name
 
     def is_engine(self, user: str) -> bool:
-        """Whether the key is still allowed as an engine's."""
+        """Return whether the key is still allowed as an engine's."""
         found = self._users.get(user)
         return found is not None and found.key.right == "engine"
 
     def visible(self, user: str, name: str) -> bool:
-        """Whether an adapter of this name exists for a user."""
+        """Return whether an adapter of this name exists for a user."""
         if user == LOCAL_USER:
             return True
         found = self._users.get(user)

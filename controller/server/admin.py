@@ -63,17 +63,17 @@ class Admin:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether new requests are refused."""
+        """True if new requests are refused."""
         return self._stop_at_ns != 0
 
     def may_end(self, now_ns: int) -> bool:
-        """Whether a stopping server has nothing left to wait for."""
+        """Return whether a stopping server has nothing left to wait for."""
         if not self.is_stopping:
             return False
         return not self._has_awaited_request() or now_ns >= self._stop_at_ns
 
     def _has_awaited_request(self) -> bool:
-        """Whether a client waits: adapters of the start are loaded at the next one as well."""
+        """Return whether a client waits: adapters of the start are loaded at the next one too."""
         pending = self._controller.world.pending_requests
         return any(not request_id.startswith(control.PRELOAD) for request_id in pending)
 

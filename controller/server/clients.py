@@ -1,4 +1,4 @@
-"""What is kept of clients: their connections, their payloads, and the replies to them.
+"""State of clients: their connections, their payloads, and the replies to them.
 
 A token proves that a frame is of a client, on any connection. So a client that reconnects is
 answered on its new connection, and no peer receives another client's replies by choosing a routing

@@ -94,7 +94,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
 
 class Supervision(Struct, frozen=True):
-    """What a controller process shares with its supervisor; the defaults are for one without.
+    """Resources shared by a controller process and its supervisor; the defaults are for none.
 
     `parent_fd` closes when the supervisor ends. The controller writes to `restart_fd` which engine
     has to be restarted. `progress` and `engine_progress` are the paths of the memory in which the

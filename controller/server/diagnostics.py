@@ -36,7 +36,7 @@ SLOW_MAX: Final = 32
 """The most operations, and the most requests, that are kept as slow ones."""
 
 SLOW_KEPT_NS: Final = 3_600_000_000_000
-"""How long they are kept."""
+"""Time for which they are kept."""
 
 FAILURES_MAX: Final = 128
 """Bound on the texts with details, and on the names with a failure; the oldest ones are dropped."""
@@ -111,7 +111,7 @@ class SlowestTable:
             heapq.heappushpop(self._heap, slow)
 
     def accepts(self, now_ns: int, duration_ns: int) -> bool:
-        """Whether something of this duration is kept."""
+        """Return whether something of this duration is kept."""
         if len(self._heap) < SLOW_MAX:
             return True
         shortest = self._heap[0]
@@ -146,7 +146,7 @@ class _Running(Struct, gc=False):
 
 
 class RequestTimes:
-    """What is in progress, since when, and what has ended slowly."""
+    """Requests and operations in progress with their ages, and those that ended slowly."""
 
     def __init__(self, now_ns: int) -> None:
         """`now_ns`: the start of this process, since when earlier requests are counted."""
@@ -177,7 +177,7 @@ class RequestTimes:
             )
 
     def is_slow_request(self, now_ns: int, duration_ns: int) -> bool:
-        """Whether a request of this duration would be among the slowest."""
+        """Return whether a request of this duration would be among the slowest."""
         return self._slow_requests.accepts(now_ns, duration_ns)
 
     def begin_operation(self, op: OpId, kind: str, adapter: str, now_ns: int) -> None:
@@ -311,7 +311,7 @@ class RefusalLog:
 
 
 class Diagnostics:
-    """What the operator is shown of requests and operations; `engine_device` is the engine's."""
+    """Requests and operations as shown to the operator; `engine_device` is the engine's."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -100,7 +100,7 @@ class EngineLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether commands are sent to the engine."""
+        """True if commands are sent to the engine."""
         return self._phase is Phase.OPEN
 
     def open(self) -> None:
@@ -194,7 +194,7 @@ class EngineLink:
         return [NumberedReport(report, seq) for seq, report in sorted(self._reordered.items())]
 
     def _lacks_reports(self, numbered: list[NumberedReport], last_seq: Seq) -> bool:
-        """Whether a report up to `last_seq` was lost, unless the engine no longer has it.
+        """Return whether a report up to `last_seq` was lost, unless the engine no longer has it.
 
         An engine resends all that are not acknowledged. If the log's tail is lost, it can
         have been acknowledged more: then another round lacks the same ones.
@@ -286,7 +286,7 @@ class EngineLink:
             self._transmit(commands.ControllerBeat(self._logged))
 
     def is_overdue(self, now_ns: int, step_since_ns: int | None = None) -> bool:
-        """Whether an engine is expected and has been silent for longer than the timeout.
+        """Return whether an engine is expected and has been silent for longer than the timeout.
 
         `step_since_ns`: the start of the step that its main loop is in, if known. An engine sends
         nothing during a step, whose bound is its supervisor's concern, so only silence before it

@@ -182,7 +182,7 @@ class InputHandler:
 
 
 def _was_handled(opened: Log, failed: HandlingFailed) -> bool:
-    """Whether an input is before the log's last group, of which all records have one time.
+    """Return whether an input is before the log's last group, of which all records have one time.
 
     Every group is handled, or its inputs are skipped, before the next one is logged.
     """

@@ -54,7 +54,7 @@ def preload_requests(
 
 
 def is_preload(message: object) -> bool:
-    """Whether an input is such a request, which no client repeats."""
+    """Return whether an input is such a request, which no client repeats."""
     return isinstance(message, LoadAdapter) and message.request_id.startswith(PRELOAD)
 
 

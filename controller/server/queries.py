@@ -73,7 +73,7 @@ class Queries:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether queries wait for their answers."""
+        """True if queries wait for their answers."""
         return len(self._waiting) > 0
 
     def on_request(self, now_ns: int) -> None:
@@ -199,7 +199,7 @@ class QueryBudget:
         return True
 
     def is_over(self, now_ns: int) -> bool:
-        """Whether the slice has ended."""
+        """Return whether the slice has ended."""
         return now_ns >= self._ends_ns
 
     def end(self, now_ns: int) -> None:

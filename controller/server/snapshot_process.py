@@ -36,7 +36,7 @@ log = structlog.get_logger("controller")
 
 
 class LogStats(NamedTuple):
-    """What `status` shows of the log; `snapshot_seq` is 0 without a snapshot."""
+    """Figures of the log for `status`; `snapshot_seq` is 0 without a snapshot."""
 
     snapshot_seq: Seq = 0
     snapshot_time_ns: int = 0

@@ -19,7 +19,7 @@ from loradock.messages.records import EngineLost
 from loradock.processes.progress import Progress
 
 RESTART: Final = struct.Struct("<Q")
-"""What a controller writes to its supervisor's pipe: the process id of an engine to restart."""
+"""Line on the pipe to the supervisor: the process id of an engine to restart."""
 
 STOP_ALL: Final = 0
 """In place of a process id: every process has to end, because a client has stopped the server."""

@@ -237,7 +237,9 @@ class Transport:
         unsent.add(frame)
 
     def can_reply(self, route: bytes) -> bool:
-        """Whether a long reply to this client would be sent: it has read enough earlier ones."""
+        """Return whether a long reply to this client would be sent: it has read enough earlier
+        ones.
+        """
         return self._unread.allows(route, LONG_REPLY_BYTES)
 
     def flush(self) -> Iterable[bytes]:
@@ -282,7 +284,7 @@ class Transport:
         return True
 
     def is_local(self, route: bytes) -> bool:
-        """Whether a connection is of this machine, where process ids mean the same."""
+        """Return whether a connection is of this machine, where process ids mean the same."""
         return not self._remote_address or route.startswith(_LOCAL)
 
     def command(self, route: bytes, frame: bytes) -> None:
@@ -360,7 +362,7 @@ class Tracker(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether ZeroMQ has released the reply."""
+        """True if ZeroMQ has released the reply."""
 
 
 class UnreadReplies:
@@ -376,7 +378,7 @@ class UnreadReplies:
         return len(self._sent)
 
     def allows(self, client: bytes, size_bytes: int) -> bool:
-        """Whether a reply of this size may be sent to a client now."""
+        """Return whether a reply of this size may be sent to a client now."""
         self._forget_read(client)
         unread = self._bytes.get(client, 0)
         if unread and self.size_bytes + size_bytes > UNREAD_BYTES_MAX:

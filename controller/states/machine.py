@@ -1,4 +1,4 @@
-"""What is made of the tables: a `transitions` machine, and compiled look-ups of the hot path.
+"""A `transitions` machine made from the tables, and compiled look-ups of the hot path.
 
 A trigger of the machine takes microseconds, so the hot path looks `NEXT_STATE` up instead.
 """

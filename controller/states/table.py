@@ -25,7 +25,7 @@ STATES: Final[tuple[AdapterState, ...]] = (
 """All states; each one after the first two holds more of the adapter than the one before it."""
 
 RESIDENCY_LEVEL: Final[dict[AdapterState, int]] = {s: level for level, s in enumerate(STATES)}
-"""How much of an adapter is held: every step towards a goal follows this order up or down."""
+"""Rank of a state by how much of an adapter is held: each step towards a goal goes up or down."""
 
 # An input is called like the message that carries it.
 WEIGHTS_LOADED: Final = "WeightsLoaded"

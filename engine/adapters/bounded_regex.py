@@ -86,7 +86,7 @@ class PatternTable(Generic[V]):
 
 
 def _matches_plain(key: str, path: str) -> bool:
-    """Whether a key of letters, digits and dots (any character) is a dot-bounded suffix."""
+    """Return whether a key of letters, digits and dots (any character) is a dot-bounded suffix."""
     start = len(path) - len(key)
     if start < 0 or (start > 0 and path[start - 1] != "."):
         return False

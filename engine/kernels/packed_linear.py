@@ -73,7 +73,7 @@ def _unpacked(weight: PackedWeight) -> Tensor:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this processor multiplies packed weights of this kind and dtype."""
+    """Return whether this processor multiplies packed weights of this kind and dtype."""
     if weight.dtype not in (torch.float32, torch.bfloat16) or weight.device.type != "cpu":
         return False
     is_plain = type(weight.data) is Tensor and weight.ndim == 2 and weight.numel() > 0
@@ -81,7 +81,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def has_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes products of this dtype on this processor."""
+    """Return whether oneDNN computes products of this dtype on this processor."""
     is_built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not is_built or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
@@ -89,7 +89,7 @@ def has_onednn(dtype: torch.dtype) -> bool:
 
 
 def has_fast_products(dtype: torch.dtype) -> bool:
-    """Whether this processor has instructions for products of this dtype."""
+    """Return whether this processor has instructions for products of this dtype."""
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     if dtype != torch.bfloat16:

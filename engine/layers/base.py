@@ -61,7 +61,7 @@ class SliceShape(NamedTuple):
 
 
 class LayerPlan:
-    """What one batch's adapters add to a layer's base output, as steps in their order.
+    """Additions of one batch's adapters to a layer's base output, as ordered steps.
 
     Valid for one batch of the Punica wrapper, one version of the directory, and one shape and dtype
     of the layer's input.
@@ -112,7 +112,7 @@ class BaseLayerWithLoRA(nn.Module):
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
-        """Whether this wrapper computes correctly for `layer`."""
+        """Return whether this wrapper computes correctly for `layer`."""
         raise NotImplementedError(f"{cls.__name__} must implement can_replace_layer")
 
     @property

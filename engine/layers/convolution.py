@@ -72,7 +72,7 @@ class ConvolutionWithLoRA(BaseLayerWithLoRA):
         return y + (delta[0] if is_single else delta)
 
     def _is_adapted(self) -> bool:
-        """Whether an adapter of the batch has weights for this layer; patches cost memory."""
+        """Return whether the batch has weights for this layer; patches cost memory."""
         if self._punica is None or self._slices is None:
             return False
         groups = (self._punica.groups, self._punica.prompt_groups)

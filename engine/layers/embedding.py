@@ -121,7 +121,7 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
 
 
 def _is_plain(layer: nn.Embedding) -> bool:
-    """Whether the layer returns the looked-up row, from this rank or another."""
+    """Return whether the layer returns the looked-up row, from this rank or another."""
     is_split = isinstance(layer, VocabParallelEmbedding)
     return is_split or type(layer).forward is nn.Embedding.forward
 

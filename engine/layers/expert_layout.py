@@ -231,7 +231,7 @@ def _observed_layout(module: nn.Module) -> ExpertLayout | None:
 
 @torch.inference_mode()
 def _computes(module: nn.Module, layout: ExpertLayout) -> bool:
-    """Whether a module's forward returns what `layout` does, for its first and last experts."""
+    """Return whether a module's forward equals `layout`'s, for its first and last experts."""
     up: Tensor = getattr(module, layout.up_name)
     chosen = sorted({0, layout.experts - 1, layout.up_experts - 1})
     index = torch.tensor([[one, chosen[0]] for one in chosen], device=up.device)
@@ -256,7 +256,7 @@ def _activation_name(is_gated: bool) -> str:
 
 
 def _accepts_routing(module: nn.Module) -> bool:
-    """Whether it is called with rows, each row's experts, and their weights."""
+    """Return whether it is called with rows, each row's experts, and their weights."""
     return len(inspect.signature(module.forward).parameters) == _CALL_ARGUMENTS
 
 

@@ -52,7 +52,7 @@ class ExpertsDelta:
         self._slices = slices
 
     def has_weights(self, slot: int) -> bool:
-        """Whether the adapter in `slot` has weights here."""
+        """Return whether the adapter in `slot` has weights here."""
         return any(pair is not None for pair in self._slices.pairs(slot))
 
     def add(
@@ -177,7 +177,7 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         return (("up_proj", "down_proj"),)
 
     def adapter_enabled(self, slot: int) -> bool:
-        """Whether the adapter in `slot` has weights for these experts."""
+        """Return whether the adapter in `slot` has weights for these experts."""
         return any(delta.has_weights(slot) for delta in self._deltas or ())
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
 
     @property
     def use_ep(self) -> bool:
-        """Whether ranks keep whole experts."""
+        """True if ranks keep whole experts."""
         base = self.base_layer
         return isinstance(base, ParallelExperts) and base.expert_range is not None
 

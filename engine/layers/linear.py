@@ -247,7 +247,7 @@ def split_call(
 
 
 def _is_product(layer: nn.Module) -> bool:
-    """Whether a layer returns a product with its weight: a model's own kind may return more."""
+    """Return whether a layer returns a product with its weight: a model's own can return more."""
     if type(layer) is nn.Linear or not isinstance(layer, nn.Linear):
         return True
     if type(layer).forward is nn.Linear.forward or not layer.weight.is_floating_point():

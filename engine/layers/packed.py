@@ -144,7 +144,7 @@ class PackedSlice(nn.Module):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all of the child's rows."""
+        """True if this rank has all of the child's rows."""
         return self._call.base_layer.group.is_trivial
 
     @property

@@ -198,7 +198,7 @@ class ReplaceableNorm:
 
 
 def is_replaceable_norm(module: nn.Module) -> bool:
-    """Whether a module has nothing but a weight, and perhaps a bias, per feature."""
+    """Return whether a module has nothing but a weight, and perhaps a bias, per feature."""
     parameters = dict(module.named_parameters())
     shapes = {tuple(parameter.shape) for parameter in parameters.values()}
     is_leaf = next(module.children(), None) is None and "weight" in parameters

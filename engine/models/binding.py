@@ -72,7 +72,7 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
 
 
 def _packs_weights(model: ServedModel) -> bool:
-    """Whether rank 0's part of the model is large enough.
+    """Return whether rank 0's part of the model is large enough.
 
     Ranks that chose by their own parts would round differently what all of them compute, and
     routers could choose other experts on one rank than on the next.

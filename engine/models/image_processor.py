@@ -149,7 +149,7 @@ class ImagePromptReader:
             ) from error
 
     def is_media_token(self, token: int) -> bool:
-        """Whether a token stands for an image, a video or a sound."""
+        """Return whether a token stands for an image, a video or a sound."""
         return token in self._model.media_tokens
 
     def _check_placeholders(self, prompt: MultimodalPrompt) -> None:

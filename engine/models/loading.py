@@ -86,7 +86,7 @@ def _prepare_text_model(model: PreTrainedModel, lora_config: LoRAConfig) -> Serv
 
 
 def _embeds_tokens(model: PreTrainedModel) -> bool:
-    """Whether a model of `transformers` reads text."""
+    """Return whether a model of `transformers` reads text."""
     try:
         return isinstance(model.get_input_embeddings(), nn.Embedding)
     except (AttributeError, NotImplementedError):

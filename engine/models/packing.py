@@ -122,7 +122,8 @@ def _can_share(model: nn.Module, group: PackingGroup, path_counts: dict[nn.Modul
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is only a matrix product: a whole linear layer, or a rank's rows of one.
+    """Return whether a layer is only a matrix product: a whole linear layer, or a rank's rows of
+    one.
 
     A quantised one is not: its class or its weight's has a product of its own.
     """

@@ -286,7 +286,7 @@ class _CacheOf(DynamicCache):  # type: ignore[misc]
 
 
 def _restarts_after(model: PreTrainedModel, limit: int) -> bool:
-    """Whether `generate` drops the cache of a row when its length first exceeds `limit`."""
+    """Return whether `generate` drops the cache of a row when its length first exceeds `limit`."""
     name = cache_argument(model)
     ids = torch.zeros(1, limit + 1, dtype=torch.int64, device=model.device)
     try:

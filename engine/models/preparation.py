@@ -96,7 +96,7 @@ class ProbeResult(NamedTuple):
     unordered: frozenset[str] = frozenset()
 
     def is_packable(self, group: PackingGroup) -> bool:
-        """Whether a group's children can be mapped, and read one input."""
+        """Return whether a group's children can be mapped, and read one input."""
         children = set(group.children)
         is_mapped = self.parts.keys() >= children and self.unordered.isdisjoint(children)
         return is_mapped and self.share_inputs(group.children)
@@ -154,7 +154,7 @@ def prepare_layers(
 
 
 class _Probed(NamedTuple):
-    """What a probe observes: `candidates` among all `modules`; `siblings` may share inputs."""
+    """Layers that a probe observes: `candidates` of all `modules`; `siblings` can share inputs."""
 
     model: nn.Module
     candidates: Mapping[str, Candidate]

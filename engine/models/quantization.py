@@ -89,6 +89,6 @@ def loading_options(name: str, model_config: Any, device: torch.device) -> dict[
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether a model was quantised, when it was saved or while it was loaded."""
+    """Return whether a model was quantised, when it was saved or while it was loaded."""
     config = getattr(model, "config", None)
     return getattr(config, "quantization_config", None) is not None

@@ -74,7 +74,9 @@ def task_of(directory: Path, config: Any, configured: str) -> Task:
 
 
 def _is_sentence_model(directory: Path) -> bool:
-    """Whether sentence-transformers saved it as an embedder; it also saves classifiers of pairs."""
+    """Return whether sentence-transformers saved it as an embedder; it also saves classifiers of
+    pairs.
+    """
     if not (directory / SENTENCE_MODULES).is_file():
         return False
     path = directory / SENTENCE_CONFIG

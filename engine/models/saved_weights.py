@@ -61,7 +61,7 @@ class SavedTensor:
         return found
 
     def is_floating_point(self) -> bool:
-        """Whether its dtype is one of floating point."""
+        """Return whether its dtype is one of floating point."""
         return self.dtype.is_floating_point
 
     def __getitem__(self, index: EllipsisType) -> Tensor:

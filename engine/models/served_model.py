@@ -86,11 +86,13 @@ class BasePaths(NamedTuple):
         )
 
     def has_parameter(self, name: str) -> bool:
-        """Whether a parameter's path is, or ends in, a name."""
+        """Return whether a parameter's path is, or ends in, a name."""
         return any(path == name or path.endswith(f".{name}") for path in self.parameters)
 
     def has_module(self, name: str) -> bool:
-        """Whether a module's path ends in a name, as PEFT compares the names of saved modules."""
+        """Return whether a module's path ends in a name, as PEFT compares the names of saved
+        modules.
+        """
         return any(path.endswith(name) for path in self.modules)
 
 
@@ -100,7 +102,7 @@ def _token_embedding(model: nn.Module) -> nn.Module | None:
 
 
 def _shares(weight: object, other: Tensor) -> bool:
-    """Whether a weight is another one, or rows of it, as a rank's part of a tied head is."""
+    """Return whether a weight is another one, or rows of it, as a rank's part of a tied head is."""
     if weight is other or not isinstance(weight, Tensor):
         return weight is other
     # Quantised and other special tensors have no storage of their own.

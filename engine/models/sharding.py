@@ -339,7 +339,7 @@ class WholeLayer:
 
     @property
     def shards(self) -> Mapping[str, ParameterShard]:
-        """What the part holds of each parameter."""
+        """Ranges of each parameter that the part holds."""
         return cast(Mapping[str, ParameterShard], self._part.shards)
 
     def forget(self) -> None:

@@ -382,7 +382,7 @@ class PunicaWrapper:
         return distinct.pop() if len(distinct) == 1 else None
 
     def _is_touched(self, slices: LoRASlices) -> bool:
-        """Whether an adapter of the batch has weights in these slices."""
+        """Return whether an adapter of the batch has weights in these slices."""
         spans = () if self.groups is None else self.groups.spans
         return any(pair is not None for span in spans for pair in slices.pairs(span.slot))
 

@@ -227,7 +227,7 @@ def _with_tensors(
 
 
 class SequenceMask(NamedTuple):
-    """What a sequence attends to: its tokens in memory from `first` on, counted from 0.
+    """Context of a sequence: its tokens in memory from `first` on, counted from 0.
 
     mask: [queries, tokens] bool, from `first` on. None: all up to each query's own token.
     """
@@ -363,7 +363,7 @@ def _check_released(mask: Tensor) -> None:
 
 
 class Scoring(NamedTuple):
-    """How queries and keys become scores: None if the model specifies nothing.
+    """Options of the attention scores: None if the model specifies nothing.
 
     `scaling`: None for the inverse root of the width. `softcap`: bounds scores by a tanh. `sinks`:
     one more score per head, [heads], whose weight is dropped.
@@ -423,7 +423,7 @@ def _attention(
 
 
 def _can_merge(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Whether `_attend_segments` computes what a model specifies."""
+    """Return whether `_attend_segments` computes what a model specifies."""
     return query.is_cpu and scoring.softcap is None and query.shape[3] == value.shape[3]
 
 

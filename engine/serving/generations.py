@@ -96,7 +96,7 @@ class Generation:
         return others
 
     def uses(self, slot: Slot, slot_version: int) -> bool:
-        """Whether its adapter is in this slot."""
+        """Return whether its adapter is in this slot."""
         command = self.sequences[0].command
         return (command.slot, command.generation) == (slot, slot_version)
 
@@ -107,7 +107,7 @@ class Generation:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all sequences have ended."""
+        """True if all sequences have ended."""
         return self._prepared is None and not self.unfinished
 
 
@@ -121,7 +121,7 @@ class Generations:
         self._outputs = OutputCache()
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether a generation with this id is in progress."""
+        """Return whether a generation with this id is in progress."""
         return request_id in self._active
 
     @property

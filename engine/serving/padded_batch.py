@@ -42,7 +42,7 @@ PADDING_MAX: Final = 1.5
 
 
 def may_join(lengths: SequenceOf[int], length: int) -> bool:
-    """Whether a prompt of `length` tokens may be prefilled with prompts of `lengths`."""
+    """Return whether a prompt of `length` tokens may be prefilled with prompts of `lengths`."""
     width = max(*lengths, length) if lengths else length
     cells, tokens = width * (len(lengths) + 1), sum(lengths) + length
     return width <= WIDTH_PADDED_MAX or cells <= PADDING_MAX * tokens
@@ -75,7 +75,7 @@ class PrefillBatch:
 
     @property
     def is_done(self) -> bool:
-        """Whether all columns are in the cache."""
+        """True if all columns are in the cache."""
         return self._done == self._width
 
     def next_chunk(self, tokens_max: int) -> Tensor:
@@ -106,7 +106,7 @@ class PrefillBatch:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether the logits of all tokens are needed."""
+        """True if the logits of all tokens are needed."""
         return any(one.needs_prompt_logprobs for one in self.sequences)
 
     def scored(self, logits: Tensor) -> list[PromptChunk]:

@@ -69,12 +69,12 @@ class PagedSequence:
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the prompt is in the cache."""
+        """True if the prompt is in the cache."""
         return self.table.length >= len(self.tokens)
 
     @property
     def has_own_tokens(self) -> bool:
-        """Whether it has blocks or tokens beyond those that it reuses."""
+        """True if it has blocks or tokens beyond those that it reuses."""
         return not self.table.length == self.table.capacity == self.table.reused
 
     @property
@@ -245,7 +245,7 @@ class PagedBatch:
         return PagedSequence(sequence, table, self._sequence_blocks)
 
     def _fits(self, member: PagedSequence, freed: int = 0) -> bool:
-        """Whether there are blocks for a sequence, after those promised to the others.
+        """Return whether there are blocks for a sequence, after those promised to the others.
 
         freed: the blocks that are counted as available, although suspended sequences have them.
         """
@@ -261,7 +261,7 @@ class PagedBatch:
         return needed + promised <= available
 
     def _fits_after_dropping(self, member: PagedSequence) -> bool:
-        """Whether a sequence fits, after suspended ones have given up blocks for it.
+        """Return whether a sequence fits, after suspended ones have given up blocks for it.
 
         They keep their blocks if all of these would be too few.
         """
@@ -296,7 +296,7 @@ class PagedBatch:
         return True
 
     def _spares(self, member: PagedSequence, keep: PagedSequence | None) -> bool:
-        """Whether to keep what was computed of a prompt: only the first one's in order.
+        """Return whether to keep what was computed of a prompt: only the first one's in order.
 
         Otherwise two prompts that take longer than a time slice could undo each other's forever.
         """

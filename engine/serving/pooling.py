@@ -134,7 +134,7 @@ class PoolingScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether `step` would do nothing."""
+        """True if `step` would do nothing."""
         return not self._waiting
 
     @property
@@ -227,7 +227,7 @@ class PoolingScheduler:
                 return
 
     def has_progressed(self, slot: Slot, slot_version: int) -> bool:
-        """Whether no request uses a slot."""
+        """Return whether no request uses a slot."""
         uses = [request.command for request in self._waiting.values()]
         return all((one.slot, one.generation) != (slot, slot_version) for one in uses)
 

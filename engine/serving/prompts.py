@@ -1,4 +1,4 @@
-"""What a generation needs before it is queued: its prompt's tokens and its grammar matcher.
+"""Preparation of a generation before it is queued: its prompt's tokens and its grammar matcher.
 
 Prompts with images, long texts and structures are processed by jobs while others generate.
 """
@@ -129,7 +129,7 @@ class PromptPrefetcher:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is running, the end of which only `collect` reports."""
+        """True if a job is running, the end of which only `collect` reports."""
         return bool(self._running)
 
     def add(self, sequence: Sequence, read: Callable[[], PreparedPrompt], ready: int) -> None:

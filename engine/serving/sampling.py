@@ -231,7 +231,7 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always chosen."""
+        """True if the most likely token is always chosen."""
         return self.options.temperature == 0.0
 
     def uniform(self) -> float:

@@ -78,12 +78,12 @@ class GenerationScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether `step` would do nothing."""
+        """True if `step` would do nothing."""
         return not self._waiting and not self.batch.size
 
     @property
     def is_reading(self) -> bool:
-        """Whether prompts are being processed on any rank; only `collect` detects the end."""
+        """True if prompts are being processed on any rank; only `collect` detects the end."""
         return self._prefetcher.is_busy
 
     @property
@@ -134,7 +134,9 @@ class GenerationScheduler:
             self.batch.keep(lambda one: one not in ended)
 
     def has_progressed(self, slot: Slot, slot_version: int) -> bool:
-        """Whether a slot may be taken from its generations: the oldest, if any, has a new token."""
+        """Return whether a slot may be taken from its generations: the oldest, if any, has a new
+        token.
+        """
         oldest = next(iter(self._generations.using(slot, slot_version)), None)
         return oldest is None or any(one.has_progressed for one in oldest.sequences)
 

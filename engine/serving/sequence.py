@@ -132,7 +132,7 @@ class StopFilter:
 
     @property
     def has_matched(self) -> bool:
-        """Whether the text has ended at a stop string, which is `matched`."""
+        """True if the text has ended at a stop string, which is `matched`."""
         return bool(self.matched)
 
     def add(self, text: str) -> str:
@@ -254,7 +254,7 @@ class Sequence:
 
     @property
     def has_progressed(self) -> bool:
-        """Whether it has generated a token in its time slice."""
+        """True if it has generated a token in its time slice."""
         return len(self.output.tokens) > self._tokens_before_slice
 
     def resume(self, slot: Slot, slot_version: int) -> None:
@@ -269,7 +269,7 @@ class Sequence:
 
     @property
     def can_recompute(self) -> bool:
-        """Whether its KV cache can be computed again from its tokens or its images."""
+        """True if its KV cache can be computed again from its tokens or its images."""
         return self.can_resume or self.images is not None
 
     @property
@@ -289,7 +289,7 @@ class Sequence:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether its prefill has to compute the logits of all tokens of the prompt."""
+        """True if its prefill has to compute the logits of all tokens of the prompt."""
         return self.prompt_logprobs is not None and not self.output.tokens
 
     def append(self, token: int) -> tuple[str, FinishReason | None]:

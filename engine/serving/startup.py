@@ -225,7 +225,9 @@ def choose_budget(
 
 
 def _chunks_are_equal(model: CausalModel, mapper: ProbeMapper) -> bool:
-    """Whether a left-padded batch in chunks has the same logits as in one pass, on all ranks."""
+    """Return whether a left-padded batch in chunks has the same logits as in one pass, on all
+    ranks.
+    """
     none = [0] * len(_LENGTHS)
     whole = _prefill(model, mapper, _LENGTHS, model.new_cache(none))
     try:

@@ -55,7 +55,7 @@ class GrammarMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is complete and no token may follow."""
+        """True if the output is complete and no token may follow."""
         # An error stops the matcher too.
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 

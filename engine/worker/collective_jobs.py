@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Outcome(Struct, frozen=True, array_like=True):
-    """How a job ended on one rank: `code` and `text` of its error, or the `stamp` of its result."""
+    """Outcome of a job on one rank: `code` and `text` of its error, or its result's `stamp`."""
 
     number: int
     code: ErrorCode | None = None

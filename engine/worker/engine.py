@@ -124,17 +124,17 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether `step` would do nothing."""
+        """True if `step` would do nothing."""
         return self._inference.is_idle
 
     @property
     def is_copying(self) -> bool:
-        """Whether a copy to the device is unfinished; only `poll` finishes it."""
+        """True if a copy to the device is unfinished; only `poll` finishes it."""
         return self.residency.is_copying
 
     @property
     def has_jobs(self) -> bool:
-        """Whether files or images are being read, or adapters packed, on this or another rank."""
+        """True if files or images are being read, or adapters packed, on this or another rank."""
         return any(self.residency.running) or self._inference.is_reading
 
     @property

@@ -23,7 +23,7 @@ from loradock.messages.wire import COMMANDS
 
 
 class LockstepStep(Struct, frozen=True, array_like=True):
-    """What rank 0 broadcasts; `digest`: of the outcomes of its operations before this step.
+    """Broadcast of rank 0; `digest`: of the outcomes of its operations before this step.
 
     `now_s`: its monotonic time, so that waits end in the same step on every rank.
     """
@@ -64,12 +64,12 @@ class Leader:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a step would only keep the ranks together."""
+        """True if a step would only keep the ranks together."""
         return self._engine.is_idle and not self._commands
 
     @property
     def is_copying(self) -> bool:
-        """Whether a copy or a job is unfinished, on any rank; only a step finishes it."""
+        """True if a copy or a job is unfinished, on any rank; only a step finishes it."""
         return self._engine.is_copying or self._engine.has_jobs
 
     @property

@@ -42,7 +42,7 @@ COPY_POLL_MS: Final = 1
 """The interval at which an unfinished copy is polled while the engine is idle."""
 
 ANSWER_WAIT_MS: Final = 2
-"""How long a step waits for the command that follows from a slot's report: without it, the slot
+"""Longest wait of a step for the command that follows from a slot's report: without it, the slot
 would be unused for a step. The controller takes a part of it, unless its disk is slow."""
 
 FRAMES_MAX: Final = 256

@@ -47,7 +47,7 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="Largest number of output to
 
 
 class Tally(Struct):
-    """What was measured; durations in seconds."""
+    """Results of a measurement; durations in seconds."""
 
     first_token_s: list[float] = field(default_factory=list)
     between_tokens_s: list[float] = field(default_factory=list)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from loradock.messages.requests import StatusShown
 
 _END_S: Final = 10.0
-"""How long the engine has to end by itself."""
+"""Time for the engine to end by itself."""
 
 _POLL_S: Final = 0.1
 _ELSEWHERE: Final = "an engine on another machine can't be restarted from here"

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _POLL_S: Final = 0.05
 _ANSWER_S: Final = 5.0
 _END_S: Final = 30.0
-"""How long the processes of a server may take to end after its requests have ended."""
+"""Time for the processes of a server to end after its requests have ended."""
 
 START_S: Final = 20.0
-"""How long `ready` waits while no process has the directory: a server may just be starting."""
+"""Time that `ready` waits while no process has the directory: a server may just be starting."""
 
 READY_S: Final = 300.0
 DRAIN_S: Final = 30.0
@@ -109,7 +109,7 @@ def _readiness(ctx: typer.Context) -> "StatusShown | _NotReady":
 
 
 def _is_preloading(ctx: typer.Context) -> bool:
-    """Whether adapters that the server loads at its start are not loaded yet."""
+    """Return whether adapters that the server loads at its start are not loaded yet."""
     with open_client(ctx) as client:
         try:
             listed = client.list_requests(_ANSWER_S)

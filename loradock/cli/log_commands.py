@@ -36,7 +36,7 @@ _REPAIR_HINT = "`loradock log repair` shows whether it can be mended, or what a 
 
 
 class ReplayOptions(Struct, frozen=True, kw_only=True):
-    """Which records are replayed, and how."""
+    """Selection of the records to replay."""
 
     VARIABLES: ClassVar = False
 

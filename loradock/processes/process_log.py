@@ -27,7 +27,7 @@ LINE_CHARACTERS_MAX: Final = 64 << 10
 """A longer line is cut; in JSON its event is cut, so that the line stays valid."""
 
 _FLUSH_S: Final = 1.0
-"""How long the end of a process waits for its last lines to be read."""
+"""Longest wait at the end of a process for its last lines to be read."""
 
 
 class LineWriter:
@@ -87,7 +87,7 @@ class LineWriter:
 
 
 class _LineLogger:
-    """What structlog calls with a rendered line; `name` is the logger's."""
+    """Receiver of rendered lines from structlog; `name` is the logger's."""
 
     def __init__(self, writer: LineWriter, name: str) -> None:
         self.name = name

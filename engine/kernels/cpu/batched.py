@@ -136,12 +136,12 @@ class Batched:
 
 
 def copies_weights(weight_dtype: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether weights are copied into one tensor without gaps before a batched product."""
+    """Return whether weights are copied into one tensor without gaps before a batched product."""
     return weight_dtype != dtype or dtype not in (torch.float32, torch.float64)
 
 
 def can_batch(block: Block, slices: LoRASlices, dtype: torch.dtype) -> bool:
-    """Whether the weights need no copies, or are copied anyway.
+    """Return whether the weights need no copies, or are copied anyway.
 
     In float32 a copy costs as much as the calls that a batched product saves.
     """

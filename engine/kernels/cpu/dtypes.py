@@ -42,7 +42,7 @@ def looped_dtype(native: torch.dtype, rows: int, weights: int) -> torch.dtype:
 
 
 def computes_transposed(dtype: torch.dtype, rank: int, rows: int) -> bool:
-    """Whether the first product is computed as `A @ x.T`, with a transposed result.
+    """Return whether the first product is computed as `A @ x.T`, with a transposed result.
 
     The library packs the right operand of a bfloat16 product into wide blocks, which a narrow A
     fills badly. With x as the right operand, a long run's delta took 0.86 of the time at rank 16,
@@ -54,7 +54,7 @@ def computes_transposed(dtype: torch.dtype, rank: int, rows: int) -> bool:
 
 @cache
 def _has_bfloat16_tiles() -> bool:
-    """Whether this processor multiplies bfloat16 by tiles (AMX)."""
+    """Return whether this processor multiplies bfloat16 by tiles (AMX)."""
     # PyTorch 2.11 may lack it.
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     return capabilities.get("amx_bf16", False)

@@ -59,7 +59,8 @@ class CpuExperts:
         y.index_add_(0, rows, deltas.to(y.dtype))
 
     def _gathers(self, active: _SlotPairs, dtype: torch.dtype) -> bool:
-        """Whether a copy of the weights for each pair takes less time than a call for each group.
+        """Return whether a copy of the weights for each pair takes less time than a call for each
+        group.
 
         It does for few pairs per group, as in a decode step, and needs one rank in all of them.
         """

@@ -1,1 +1,1 @@
-"""What the running rows of a generating model have in memory, by what its layers need."""
+"""Caches of the running rows of a generating model, by what its layers need."""

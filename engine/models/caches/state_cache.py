@@ -149,7 +149,7 @@ class StateCache(RowStates):
 
     @property
     def is_together(self) -> bool:
-        """Whether the rows have one cache."""
+        """True if the rows have one cache."""
         return self._together is not None
 
     def together(self) -> DynamicCache:

@@ -51,7 +51,7 @@ def without_compiler() -> Iterator[ModuleType | None]:
 
 
 def _is_compiler_needed() -> bool:
-    """Whether transformers imports torchao, whose modules use the compiler's own ones."""
+    """Return whether transformers imports torchao, whose modules use the compiler's own ones."""
     from transformers.utils import is_torchao_available
 
     return bool(is_torchao_available())

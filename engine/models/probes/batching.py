@@ -261,7 +261,7 @@ _ROUNDING_HALF: Final = 0.02
 
 
 def is_bidirectional(states: PoolingForward, vocab_size: int) -> bool:
-    """Whether a token's states depend on the tokens after it.
+    """Return whether a token's states depend on the tokens after it.
 
     `states` returns those of each token, [rows, tokens, width]. Two texts with the same beginning
     are compared without their first token, to which many models attend regardless of its content.

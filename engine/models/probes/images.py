@@ -64,7 +64,7 @@ class ObservedImageInputs:
         return share_inputs([self._together.inputs[name] for name in names])
 
     def _is_joined(self, together: Tensor, *alone: Tensor) -> bool:
-        """Whether two images' rows are the rows of each, concatenated."""
+        """Return whether two images' rows are the rows of each, concatenated."""
         expected = torch.cat(alone)
         difference = (together - expected).norm()
         return bool(difference <= self._error_max * expected.norm())

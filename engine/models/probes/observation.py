@@ -27,7 +27,7 @@ class RowShapes(NamedTuple):
     alone: frozenset[int] = frozenset()
 
     def is_alone(self, shape: tuple[int, ...]) -> bool:
-        """Whether an input can be that of a row which is run alone."""
+        """Return whether an input can be that of a row which is run alone."""
         return bool(self.alone) and (len(shape) != 1 or shape[0] in self.alone)
 
 
@@ -64,14 +64,14 @@ class ObservedInputs:
         self.inputs: dict[str, list[RecordedInput]] = {name: [] for name in names}
 
     def has_all_rows(self, name: str, rows: RowShapes) -> bool:
-        """Whether every input had all rows; a layer used twice has two inputs per forward."""
+        """Return whether every input had all rows; a layer used twice has two per forward."""
         shapes = [recorded.shape for recorded in self.inputs[name]]
         half = len(shapes) // 2
         prefill, decode = set(shapes[:half]), set(shapes[half:])
         return half > 0 and prefill <= rows.prefill and decode <= rows.decode
 
     def is_ordered(self, name: str, rows: RowShapes) -> bool:
-        """Whether every input had its rows in the order of a mapping.
+        """Return whether every input had its rows in the order of a mapping.
 
         As `has_all_rows`, or with any number of rows for each row of the batch, or for all of them
         together. Inputs of a row that was run alone have any shape.
@@ -87,7 +87,8 @@ class ObservedInputs:
         )
 
     def has_rows_as_columns(self, name: str, alone: "ObservedInputs") -> bool:
-        """Whether every input is [tokens, rows, ...], with one row in `alone`, the same otherwise.
+        """Return whether every input is [tokens, rows, ...], with one row in `alone`, the same
+        otherwise.
 
         Only for layers that were recorded as `retained`, with the first row alone.
         """
@@ -97,7 +98,7 @@ class ObservedInputs:
         )
 
     def share_inputs(self, names: Sequence[str]) -> bool:
-        """Whether these layers always received the same tensor, unchanged between them.
+        """Return whether these layers always received the same tensor, unchanged between them.
 
         Only for layers that were recorded as `retained`.
         """
@@ -105,7 +106,9 @@ class ObservedInputs:
 
 
 def is_first_column(together: RecordedInput, alone: RecordedInput) -> bool:
-    """Whether an input of all rows is [tokens, rows, ...], and that of the first row its column."""
+    """Return whether an input of all rows is [tokens, rows, ...], and that of the first row its
+    column.
+    """
     tokens, *rest = together.shape
     is_column = rest[:1] == [ROWS] and alone.shape == (tokens, 1, *rest[1:])
     if not is_column or together.values is None or alone.values is None:
@@ -116,7 +119,9 @@ def is_first_column(together: RecordedInput, alone: RecordedInput) -> bool:
 
 
 def share_inputs(inputs: Sequence[Sequence[RecordedInput]]) -> bool:
-    """Whether the layers with these inputs always received one tensor, unchanged between them."""
+    """Return whether the layers with these inputs always received one tensor, unchanged between
+    them.
+    """
     if len({len(calls) for calls in inputs}) != 1 or not inputs[0]:
         return False
     return all(_is_one_input(together) for together in zip(*inputs, strict=True))

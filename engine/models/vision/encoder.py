@@ -54,11 +54,11 @@ class ImagePart:
         self._language = WeakSet(module for part in language for module in part.modules())
 
     def __contains__(self, layer: nn.Module) -> bool:
-        """Whether a layer is outside the language part."""
+        """Return whether a layer is outside the language part."""
         return layer not in self._language
 
     def is_in_tower(self, layer: nn.Module) -> bool:
-        """Whether a layer belongs to the encoder."""
+        """Return whether a layer belongs to the encoder."""
         return layer in self._tower
 
     @contextmanager

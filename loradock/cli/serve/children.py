@@ -82,7 +82,7 @@ class ChildOutput:
 
 
 def is_json(line: bytes) -> bool:
-    """Whether a line is one JSON object."""
+    """Return whether a line is one JSON object."""
     try:
         return isinstance(msgspec.json.decode(line), dict)
     except msgspec.DecodeError:
@@ -129,7 +129,7 @@ class Child:
 
     @property
     def can_run(self) -> bool:
-        """Whether it may be started again."""
+        """True if it may be started again."""
         return self._failures < _FAILURES_MAX
 
     def start(self, parent_fd: int) -> None:

@@ -124,7 +124,7 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
 
 
 class ServeConfig(Struct, frozen=True):
-    """What `serve` runs: a controller, an engine unless it is external, and a gateway if any."""
+    """Processes of `serve`: a controller, an engine unless it is external, and a gateway if any."""
 
     server: ServerConfig
     options: ServeOptions = ServeOptions()

@@ -1,4 +1,4 @@
-"""Whether a supervised process hangs: it is stopped, or its main loop exceeds a step's bound.
+"""True if a supervised process hangs: it is stopped, or its main loop exceeds a step's bound.
 
 A process that is only starved of the processor is in neither state. Time counts only while the
 supervisor ran itself, so a suspended machine or a stopped container ends nothing when it resumes.
@@ -71,7 +71,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process; False for one that has ended."""
+    """Return whether a signal has stopped a process; False for one that has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a directory was last served with: a start with another model or lower limits is confirmed.
+"""Model and limits of a directory's last run: another model or lower limits are confirmed.
 
 Adapters of the directory would be evicted, or refused by the other model.
 """

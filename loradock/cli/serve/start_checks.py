@@ -40,7 +40,7 @@ class StartRefused(Exception):  # noqa: N818 - named after the event
 
 
 class Start(Struct, frozen=True):
-    """What a managed engine is started with."""
+    """Arguments of a managed engine."""
 
     model: Path
     adapter_roots: tuple[Path, ...] = ()

@@ -88,7 +88,7 @@ class Health:
     @get("/health", "/ping", errors=(503,), access="public")
     @post("/ping", errors=(503,), access="public")
     async def health(self) -> Response:
-        """Whether an engine serves."""
+        """Return whether an engine serves."""
         try:
             status = await self._client.status(timeout_s=TIMEOUT_S)
         except LoradockError:
