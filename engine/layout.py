@@ -145,7 +145,7 @@ class ModuleShape:
     without gaps. `transposed`: the base layer stores its weight as `[in, out]`. A packed layer has
     one `ModuleShape` per slice. `experts`: 1 for every kind but EXPERTS. `shard`: what this process
     keeps of a LINEAR or EXPERTS slice; `a_shape` and `b_shape` are those of the kept part.
-    `parameter_rows`: for experts' gate and up where one model parameter holds both. `is_optional`:
+    `parameter_rows`: for experts' gate and up if one model parameter holds both. `is_optional`:
     for a module that few adapters replace whole; it counts for no default size. `kernel`: the sizes
     of a convolution's kernel; `in_features` counts every value under it.
     """
@@ -183,7 +183,7 @@ class ModuleShape:
     def columns(self) -> int:
         """The number of its directory columns.
 
-        Two, for A and for B, where A's rows are divided among processes, because A then has
+        Two, for A and for B, if A's rows are divided among processes, because A then has
         another rank than B; else one for both.
         """
         return 1 if self.shard.rank_parts == 1 else 2

@@ -204,7 +204,7 @@ Event = (
 class Published(Value, frozen=True):
     """An event with its number in the stream and the wall time of the input that caused it.
 
-    `time_ns` (UTC) is a label: it may decrease where the wall clock was set back before a start.
+    `time_ns` (UTC) is a label: it may decrease if the wall clock was set back before a start.
     """
 
     seq: Seq

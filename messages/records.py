@@ -40,7 +40,7 @@ class PayloadLost(Message, frozen=True):
 class ControllerStarted(Message, frozen=True):
     """The first record of every epoch.
 
-    `wall_offset_ns`: wall time minus recorded time, a label of the epoch's records. It is 0 where
+    `wall_offset_ns`: wall time minus recorded time, a label of the epoch's records. It is 0 if
     recorded times are wall times.
     """
 

@@ -231,7 +231,7 @@ Request = LifecycleRequest | PrivateRequest | Query | ServerCommand
 
 
 class _Reply(Message, frozen=True):
-    request_id: str  # Empty where the request could not be read.
+    request_id: str  # Empty if the request could not be read.
 
 
 class AdapterDone(_Reply, frozen=True):
@@ -371,7 +371,7 @@ class StatusShown(_Reply, frozen=True):
     seq: Seq
     digest: str
     policy: str
-    engine_id: str  # Empty where no engine is attached.
+    engine_id: str  # Empty if no engine is attached.
     engine_pid: int
     model: str
     adapters: int

@@ -152,7 +152,7 @@ class EngineStatistics(Value, frozen=True):
     arrival in the engine until its first step: `queued` requests for `queue_ns` in all, by
     `DURATION_BOUNDS_S` in `queue_counts`. `slot_writes` and `slot_resets` count complete changes of
     the arena's directory. `kernels` names the implementation of the LoRA kernels. `allocated_bytes`
-    is 0 on a CPU. `kv_layout` is empty where no keys and values are kept, and without an engine.
+    is 0 on a CPU. `kv_layout` is empty if no keys and values are kept, and without an engine.
     `batching_refusal` is the first reason why `batching` is not a faster one; empty if there is
     none.
 

@@ -51,7 +51,7 @@ T = TypeVar("T")
 class WireError(Exception):
     """Bytes that are not a message of this channel; always `L012`.
 
-    `request_id` is that of the frame's first request, empty where it can't be read.
+    `request_id` is that of the frame's first request, empty if it can't be read.
     """
 
     code = ErrorCode.MALFORMED
@@ -196,9 +196,9 @@ class RequestChannel(BatchChannel[Request]):
         return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, self._letter, epoch, seq) + token
 
     def decode_each(self, frame: bytes) -> ReceivedRequests:
-        """Decode a frame's requests one by one; raises `WireError` where they can't be separated.
+        """Decode a frame's requests one by one; raises `WireError` if they can't be separated.
 
-        Those that can't be read are refused, under their own ids where these can be read.
+        Those that can't be read are refused, under their own ids if these can be read.
         """
         token, body = frame[_TOKEN], memoryview(frame)[_BODY]
         is_short = len(frame) <= FRAME_BYTES_MAX and frame[:4] == self.prefix
@@ -282,7 +282,7 @@ def _first_id(body: memoryview) -> RequestId:
 
 
 def _id_of(body: memoryview) -> RequestId:
-    """Return the id of an unreadable request; empty where it is not at its place."""
+    """Return the id of an unreadable request; empty if it is not at its place."""
     head = bytes(body[: 4 + 31 + REQUEST_ID_LENGTH_MAX])
     try:
         # An array of up to 15 elements, the tag of up to 31 bytes, then the id.

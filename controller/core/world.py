@@ -158,7 +158,7 @@ class Slot(Struct, array_like=True, gc=False):
 class Operation(Struct, array_like=True, gc=False):
     """One command that the engine has not reported on.
 
-    It moves `adapter_id`; where that is 0, it serves the request `request_id`. `deadline_ns` is 0
+    It moves `adapter_id`; if that is 0, it serves the request `request_id`. `deadline_ns` is 0
     as long as the request's own deadline bounds it. When it is `overdue`, the engine is lost at the
     next deadline.
     """

@@ -2,7 +2,7 @@
 
 The log's inputs are handled by the same core as before, and the recorded digests are compared with
 the replayed state's. The replay stops at the first digest that differs. It begins with a snapshot
-where there is one. Inputs that a later record skips are skipped in their place, whether or not
+if there is one. Inputs that a later record skips are skipped in their place, whether or not
 their handling would fail here.
 """
 
@@ -233,7 +233,7 @@ def replay(  # noqa: PLR0913 - one parameter per way of replaying
     addition to those that the log skips.
 
     Raises `LogError` for a log that can't be read or of which records are missing, `HandlingFailed`
-    where the handling of a record fails, and `LimitsError` for limits of other rules.
+    if the handling of a record fails, and `LimitsError` for limits of other rules.
     """
     replayer, restored = _Replayer(until, sink, checked), Restored(None, None, ())
     with _without_garbage_collection():

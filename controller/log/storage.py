@@ -33,7 +33,7 @@ _LOCKED_S: Final = 5.0
 _OPERATIONS_MAX: Final = 4
 _WAIT_S: Final = 3600
 
-# What the library raises where the system does not accept an operation, or has none.
+# What the library raises if the system does not accept an operation, or has none.
 _REFUSALS: Final = (ImportError, OSError, OverflowError, RuntimeError, SystemError, ValueError)
 
 
@@ -154,7 +154,7 @@ def _return_at_once() -> None:
 
 @cache
 def operations() -> "Context | None":
-    """Return this process's queue of file operations; None where it can have none."""
+    """Return this process's queue of file operations; None if it can have none."""
     try:
         from caio.linux_aio import Context  # noqa: PLC0415 - only writers of a log need it
 

@@ -150,7 +150,7 @@ class InputHandler:
     def _skip(self, seq: Seq, record: Record, error: Exception) -> None:
         """Log that an input is skipped, and return to the state before it.
 
-        Raises the error where the server can't do without this input.
+        Raises the error if the server can't do without this input.
         """
         log.error("an input can't be handled and is skipped", seq=seq, exc_info=error)
         is_of_client = isinstance(record.input, records.InferenceRequested)

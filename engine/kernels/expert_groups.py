@@ -98,7 +98,7 @@ class ExpertGroups:
 def group_experts(
     groups: Groups, has_weights: Callable[[int], bool], top_k_index: Tensor, experts: int
 ) -> ExpertGroups | None:
-    """Return the groups of one layer's pairs; None where no row's slot `has_weights` in it.
+    """Return the groups of one layer's pairs; None if no row's slot `has_weights` in it.
 
     top_k_index: [tokens, top_k], each an expert below `experts`, or `experts` for an expert of
     another rank. On a CUDA device the result is never None: a graph that was captured with slots

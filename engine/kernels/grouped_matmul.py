@@ -1,6 +1,6 @@
 """A grouped matrix product: each group of rows times the group's own matrix.
 
-PyTorch's grouped product computes it where it supports the operands and most groups have rows, and
+PyTorch's grouped product computes it if it supports the operands and most groups have rows, and
 a loop over the groups with rows otherwise. Both compute the same rows.
 """
 

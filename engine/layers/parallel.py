@@ -284,7 +284,7 @@ class PackedLinearWithLoRA(BaseLayerWithLoRA):
     ) -> tuple[SliceTensors, SliceTensors]:
         """Return one A and one B per slice, from tensors that cover several adjacent slices.
 
-        They share A, and B is split by their widths. Raises ValueError where the end of a B is not
+        They share A, and B is split by their widths. Raises ValueError if the end of a B is not
         the end of a slice.
         """
         widths = [shape.out_features for shape in self.slice_shapes]

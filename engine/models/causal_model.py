@@ -256,7 +256,7 @@ class CausalModel(ServedModel):
     def _run_alone(self, input_ids: Tensor, cache: StateCache | SingleRows, columns: int) -> Tensor:
         """Run each row's new tokens without padding, all of them with the row's adapter.
 
-        Returns the last `columns` columns of the logits, zeros where a row has no new token.
+        Returns the last `columns` columns of the logits, zeros if a row has no new token.
         """
         logits: list[Tensor | None] = []
         for row, count in enumerate(cache.new_tokens):

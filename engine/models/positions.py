@@ -141,7 +141,7 @@ class LengthScaledRotary(nn.Module):
         self._lengths = lengths
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model's own module where this one has none."""
+        """Return an attribute of the model's own module if this one has none."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -105,7 +105,7 @@ class ProbeResult(NamedTuple):
 def prepare_layers(
     model: PreTrainedModel, specs: Sequence[ProbeSpec], vocab_size: int, scope: WrapScope
 ) -> PreparedLayers:
-    """Wrap the model's layers in place, and pack them where possible.
+    """Wrap the model's layers in place, and pack them if possible.
 
     The first of `specs` is chosen in which the model runs and all its layers can be mapped. A layer
     with several paths is wrapped once, under its first one. Raises `ModelRefused` for a model

@@ -95,7 +95,7 @@ class Pooling(StrEnum):
 class PoolingOptions(NamedTuple):
     """The settings of an embedding model.
 
-    `pooling` None: the mean, or the last token where tokens attend only to those before them.
+    `pooling` None: the mean, or the last token if tokens attend only to those before them.
     `normalize`: vectors have length 1. `tokens_max` 0: no limit except the model's own. `prompt` is
     prepended to every text; with `pools_prompt` off its tokens are left out of the vector.
     """
@@ -132,7 +132,7 @@ _SERVED_SETTINGS: Final[Mapping[str, tuple[object, ...]]] = {
 """Served values of settings in the first step's file, by key; others change how texts are read."""
 
 _STATES: Final = {"method": "forward", "method_output_name": "last_hidden_state"}
-"""The hidden states that a vector is made from, where that file specifies them."""
+"""The hidden states that a vector is made from, if that file specifies them."""
 
 
 def pooling_options(config: EngineConfig, task: Task) -> PoolingOptions:
@@ -202,7 +202,7 @@ def _step_paths(directory: Path) -> dict[str, str]:
 
 
 def _pooling_of(saved: Mapping[str, Any], directory: Path) -> Pooling:
-    """Return the saved pooling, or the mean where none is specified."""
+    """Return the saved pooling, or the mean if none is specified."""
     mode = saved.get("pooling_mode")
     if mode is None:
         mode = [name for name, on in saved.items() if name.startswith("pooling_") and on is True]

@@ -157,7 +157,7 @@ class SavedShards(dict[str, Any]):
         shards: Mapping[str, ParameterShard],
         found: Mapping[str, Sequence[str]],
     ) -> None:
-        """Drop tied parameters that are saved twice where their shards differ."""
+        """Drop tied parameters that are saved twice if their shards differ."""
         for target, source in model.all_tied_weights_keys.items():
             if shards.get(target) == shards.get(source):
                 continue

@@ -235,7 +235,7 @@ class Sharding:
         return ColumnParallelLinear(_linear(layer), self._group, self._rows(name, layer))
 
     def _rows(self, name: str, layer: nn.Module) -> list[range] | None:
-        """Return the rows of one head where key and value heads are fewer than ranks, else None."""
+        """Return the rows of one head if key and value heads are fewer than ranks, else None."""
         heads, ranks = self._heads.get(name.rpartition(".")[0], {}), self._group.world_size
         count = heads.get(name, 0)
         if count % ranks == 0:

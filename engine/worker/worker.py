@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 BEAT_INTERVAL_S: Final = 0.5
 CHANGE_INTERVAL_S: Final = 0.05
-"""The next beat follows this long after the last one where other requests run since then."""
+"""The next beat follows this long after the last one if other requests run since then."""
 
 SILENCE_MAX_S: Final = 5.0
 """After this long without a frame from the controller, the inventory is sent again."""

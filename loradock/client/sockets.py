@@ -234,7 +234,7 @@ class Port(ABC):
     def use(self) -> AbstractContextManager[None]:
         """Return the context in which the session is used.
 
-        Entering it raises `RuntimeError` where this client can't be used: in a forked process, in
+        Entering it raises `RuntimeError` if this client can't be used: in a forked process, in
         another thread or on another event loop.
         """
 

@@ -133,7 +133,7 @@ class GrowableKVLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rows = self.first = self.last = 0
 
     def shrink_to_fit(self) -> None:
-        """Move to smaller buffers where much of the capacity is idle."""
+        """Move to smaller buffers if much of the capacity is idle."""
         rows, columns = self.capacity
         needed = next_power_of_two(self.rows), next_power_of_two(self.width)
         if rows * columns > IDLE_CAPACITY_MAX * needed[0] * needed[1]:
@@ -248,7 +248,7 @@ def left_padding_mask(lengths: Tensor, width: int) -> Tensor:
 
 
 def static_mask(lengths: Tensor, column: Tensor, columns: int) -> Tensor:
-    """Return each row's own columns where all rows end at `column`: [rows, columns] int64."""
+    """Return each row's own columns if all rows end at `column`: [rows, columns] int64."""
     index = torch.arange(columns, device=lengths.device)
     return ((index <= column) & (index > column - lengths[:, None])).long()
 
@@ -266,7 +266,7 @@ class BatchKVCache:
 
     In `cache`, every layer's keys and values are [rows, heads, width, head_dim], with the same
     width in all layers. The last `lengths[row]` columns are the row's own; the others are never
-    read. `offsets`: the position of a row's next token minus its length. It is not 0 where images
+    read. `offsets`: the position of a row's next token minus its length. It is not 0 if images
     advance positions by a number other than their tokens. `prompt_lengths`: see `RowCache`.
     """
 

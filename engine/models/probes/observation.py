@@ -35,7 +35,7 @@ EVERY_TOKEN: Final = RowShapes(frozenset({(2, LONG), (2 * LONG,)}), frozenset({(
 """The input of a layer that is mapped token by token."""
 
 TOGETHER: Final = RowShapes(EVERY_TOKEN.decode, EVERY_TOKEN.decode, frozenset({SHORT, LONG, 1}))
-"""The input where prompts are run alone, and decoded together."""
+"""The input if prompts are run alone, and decoded together."""
 
 ALIGNED_ROWS: Final = RowShapes(
     EVERY_TOKEN.prefill | EVERY_TOKEN.decode, EVERY_TOKEN.prefill | EVERY_TOKEN.decode

@@ -128,7 +128,7 @@ def _weights_files(model: Path) -> list[Path]:
     """Return the files that the engine reads; others next to them may be anything."""
     if (model / _WHOLE_FILE).is_file():
         return [model / _WHOLE_FILE]
-    # A config may name another file, so all are taken where neither usual name is there.
+    # A config may name another file, so all are taken if neither usual name is there.
     names = _shard_names(model) or {path.name for path in model.glob("*.safetensors")}
     if names:
         return [model / name for name in sorted(names)]
@@ -232,7 +232,7 @@ def _check_device(start: Start) -> int:
 
 
 def cuda_devices() -> int:
-    """Return the number of CUDA devices, 0 without a driver; -1 where they can't be counted."""
+    """Return the number of CUDA devices, 0 without a driver; -1 if they can't be counted."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -261,7 +261,7 @@ def check_served(body: Struct) -> None:
 
 
 def check_stream_options(body: SamplingFields) -> None:
-    """Raise `HttpError` for options of a stream where none is requested."""
+    """Raise `HttpError` for options of a stream if none is requested."""
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options needs stream: true", "stream_options")
 
