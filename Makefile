@@ -154,4 +154,4 @@ matrix: $(STAMP)  ## parity and serving with every supported version of transfor
 	$(BIN)/python -m tests.supported
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VENV)-fuzz $(VENV)-clients $(VENV)-matrix $(VENV)-node build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)
+	rm -rf $(VENV) $(VENV)-fuzz $(VENV)-clients $(VENV)-matrix $(VENV)-node build *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage .hypothesis $(DIR)
