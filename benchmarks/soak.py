@@ -36,7 +36,6 @@ from benchmarks.http_load import free_port, wait_until_served
 from benchmarks.serving import serving
 from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.client import Client
-from loradock.client.errors import LoradockError
 from loradock.controller.core.limits import Limits
 from loradock.controller.server.clients import CLIENTS_MAX
 from loradock.controller.server.config import ServerConfig
@@ -44,6 +43,7 @@ from loradock.controller.server.event_stream import EVENTS_KEPT
 from loradock.controller.server.transport import endpoint
 from loradock.gateway.options import GatewayConfig
 from loradock.messages.engine_options import EngineOptions
+from loradock.messages.errors import LoradockError
 from loradock.messages.requests import EvictAdapter, HoldAdapter, ReleaseAdapter, StatusShown
 from loradock.messages.wire import BATCH_MAX, REPLIES, REQUESTS, TOKEN_BYTES
 

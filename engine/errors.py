@@ -46,9 +46,6 @@ from loradock.messages.errors import (
     text_of,
 )
 
-RequestRefused = Malformed
-EngineOverloaded = Overloaded
-
 __all__ = [
     "MODEL_CODE_ERRORS",
     "AdapterConfigRefused",
@@ -59,7 +56,6 @@ __all__ = [
     "ContextExceeded",
     "DeviceOutOfMemory",
     "EngineError",
-    "EngineOverloaded",
     "HostOutOfMemory",
     "LoradockError",
     "Malformed",
@@ -73,7 +69,6 @@ __all__ = [
     "NotServed",
     "Overloaded",
     "PathNotAllowed",
-    "RequestRefused",
     "UnknownAdapter",
     "bounded_details",
     "code_of",

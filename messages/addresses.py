@@ -1,7 +1,10 @@
-"""The addresses of a controller that listens on a network: three consecutive ports of one host."""
+"""The addresses of a controller: sockets in its directory, or three ports of one host."""
 
 import re
 from typing import Final
+
+SOCKET_PATH_BYTES_MAX: Final = 107
+"""`sun_path` holds 108 bytes on Linux, the last of them NUL."""
 
 EVENTS_PORT_OFFSET: Final = 1
 ENGINE_PORT_OFFSET: Final = 2

@@ -43,6 +43,17 @@ DEVICE_BYTES_DEFAULT: Final = 1 << 30
 STEP_TIMEOUT_MS: Final = 300_000
 
 
+TensorParallelSize = Annotated[
+    int,
+    option(
+        "Number of processes that hold the model together, one per device.",
+        ge=1,
+        le=1024,
+        is_common=True,
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoRAOptions:
     """The options of LoRA: ranks, data type, modules and how layers compute it."""
@@ -296,15 +307,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
             is_common=True,
         ),
     ] = ()
-    tensor_parallel_size: Annotated[
-        int,
-        option(
-            "Number of processes that hold the model together, one per device.",
-            ge=1,
-            le=1024,
-            is_common=True,
-        ),
-    ] = 1
+    tensor_parallel_size: TensorParallelSize = 1
     max_loras: Annotated[
         int,
         option(

@@ -182,11 +182,6 @@ class Option(Struct, frozen=True):
             return f"{value / 1000 if self.is_scaled else value:g} s"
         return str(value)
 
-    @property
-    def surface_default(self) -> Any:
-        """The default in the option's unit."""
-        return self.default / 1000 if self.is_scaled else self.default
-
 
 @cache
 def options_of(owner: type) -> tuple[Option, ...]:

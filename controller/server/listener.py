@@ -27,7 +27,12 @@ from loradock.controller.server.access import (
     REQUESTS_DOMAIN,
     Access,
 )
-from loradock.messages.addresses import ENGINE_PORT_OFFSET, EVENTS_PORT_OFFSET, with_port_offset
+from loradock.messages.addresses import (
+    ENGINE_PORT_OFFSET,
+    EVENTS_PORT_OFFSET,
+    SOCKET_PATH_BYTES_MAX,
+    with_port_offset,
+)
 from loradock.messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
 from loradock.processes.key_files import KeyPair
 
@@ -45,8 +50,6 @@ BACKLOG: Final = 32
 
 # ZeroMQ disconnects a peer that sends a longer frame; a shorter one that is too long is answered.
 _REQUEST_BYTES_HARD_MAX: Final = REQUESTS.bytes_max + 8 * FRAME_BYTES_MAX
-
-_PATH_BYTES_MAX: Final = 107
 
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 
@@ -98,9 +101,9 @@ def endpoint(directory: Path, name: str) -> str:
     """Return the address of a controller's socket; raise `TransportError` if it is too long."""
     path = (directory / "run" / name).absolute()
     length = len(os.fsencode(path))
-    if length > _PATH_BYTES_MAX:
+    if length > SOCKET_PATH_BYTES_MAX:
         raise TransportError(
-            f"{path} has {length} bytes, a socket's path may have at most {_PATH_BYTES_MAX}; "
+            f"{path} has {length} bytes, a socket's path may have at most {SOCKET_PATH_BYTES_MAX}; "
             "choose a shorter directory"
         )
     return f"ipc://{path}"

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused, RequestRefused
+from loradock.engine.errors import MODEL_CODE_ERRORS, Malformed, ModelRefused
 from loradock.engine.models.library.names import (
     PROCESSOR_MAPPING,
     AutoImageProcessor,
@@ -131,7 +131,7 @@ class ImagePromptReader:
     def read(self, prompt: MultimodalPrompt, output_tokens: int = 0) -> ProcessedPrompt:
         """Process a prompt that must leave `output_tokens` of the context.
 
-        Raises `RequestRefused`.
+        Raises `Malformed`.
         """
         check_text(self._model, prompt.text)
         with self._processor_lock:
@@ -144,7 +144,7 @@ class ImagePromptReader:
             check_tokens(self._model, tokens.tolist(), output_tokens)
             return ProcessedPrompt(tokens.tolist(), self._image_inputs(tokens, outputs))
         except MODEL_CODE_ERRORS as error:
-            raise RequestRefused(
+            raise Malformed(
                 f"the model's processor can't read these images in this text: {str(error)[:300]}"
             ) from error
 
@@ -156,7 +156,7 @@ class ImagePromptReader:
         """Check for one placeholder per image, and no other token that stands for one."""
         found, images = prompt.text.count(self.placeholder), len(prompt.images)
         if found != images:
-            raise RequestRefused(
+            raise Malformed(
                 f"the text has {self.placeholder!r} {found} times and the prompt {images} images; "
                 "write it once for each image, in their order"
             )
@@ -166,7 +166,7 @@ class ImagePromptReader:
         stray = self._model.media_tokens.intersection(tokens) - {image_token}
         if stray or tokens.count(image_token) != images:
             name = tokenizer.convert_ids_to_tokens(min(stray, default=image_token))
-            raise RequestRefused(
+            raise Malformed(
                 f"{name!r} in the text stands for an image, a video or a sound that the prompt "
                 f"does not contain; the placeholder of an image is {self.placeholder!r}"
             )
@@ -212,7 +212,7 @@ def probe_images(forward: Forward, make_cache: MakeCache, reader: ImagePromptRea
     try:
         rows = list(_probe_rows(reader))
         _check_rows(forward, make_cache, rows)
-    except (*MODEL_CODE_ERRORS, RequestRefused, ModelRefused) as error:
+    except (*MODEL_CODE_ERRORS, Malformed, ModelRefused) as error:
         raise ImagesRefused(
             f"the model did not pass the probe with images: {type(error).__name__}: {error}"
         ) from error

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from loradock.engine.config import LoRAConfig
-from loradock.engine.errors import ModelRefused, RequestRefused
+from loradock.engine.errors import Malformed, ModelRefused
 from loradock.engine.models.library.names import PreTrainedModel
 from loradock.engine.models.positions import scale_by_length
 from loradock.engine.models.probes.batching import Prompts, is_bidirectional, pooling_probe
@@ -118,14 +118,14 @@ class PoolingModel(ServedModel):
         return pooled.sigmoid() if is_independent else pooled.softmax(-1)
 
     def check_dimensions(self, dimensions: int) -> None:
-        """Raise `RequestRefused` for a length of vectors that the model was not trained for."""
+        """Raise `Malformed` for a length of vectors that the model was not trained for."""
         if not dimensions:
             return
         if self.task != "embed":
-            raise RequestRefused("dimensions are of embeddings, and the model classifies")
+            raise Malformed("dimensions are of embeddings, and the model classifies")
         trained = getattr(self.model.config, "matryoshka_dimensions", None)
         if not trained and not getattr(self.model.config, "is_matryoshka", False):
-            raise RequestRefused(
+            raise Malformed(
                 f"dimensions {dimensions}, and the model was not trained for shorter vectors than "
                 f"its own (matryoshka_dimensions or is_matryoshka in its config.json): leave "
                 f"dimensions out, for vectors of {self.width} numbers"
@@ -133,7 +133,7 @@ class PoolingModel(ServedModel):
         allowed = trained or range(1, self.width + 1)
         if dimensions not in allowed or dimensions > self.width:
             shown = f"one of {sorted(trained)}" if trained else f"1 to {self.width}"
-            raise RequestRefused(f"dimensions must be {shown} for this model, got {dimensions}")
+            raise Malformed(f"dimensions must be {shown} for this model, got {dimensions}")
 
     def shortened(self, row: Tensor, dimensions: int) -> Tensor:
         """Return the first `dimensions` numbers of a vector, 0 for all; row: [width] float32."""

@@ -7,7 +7,7 @@ takes any resource.
 from collections.abc import Sequence
 from typing import Any, Final
 
-from loradock.engine.errors import ContextExceeded, RequestRefused
+from loradock.engine.errors import ContextExceeded, Malformed
 from loradock.engine.models.served_model import ServedModel
 from loradock.messages.prompts import MultimodalPrompt, Prompt, TextPrompt, Truncation
 
@@ -23,14 +23,14 @@ def prompt_tokens(
 ) -> list[int]:
     """Return the token ids of a prompt that must leave `output_tokens` of the context.
 
-    Raises `RequestRefused`. With a truncation no prompt is too long; a text of more characters than
+    Raises `Malformed`. With a truncation no prompt is too long; a text of more characters than
     `check_text` allows is cut to these first.
     """
     if isinstance(prompt, MultimodalPrompt):
-        raise RequestRefused("images in the prompt; this engine accepts text alone")
+        raise Malformed("images in the prompt; this engine accepts text alone")
     if isinstance(prompt, str):
         if model.tokenizer is None:
-            raise RequestRefused("the model's directory has no tokenizer, so prompts are token ids")
+            raise Malformed("the model's directory has no tokenizer, so prompts are token ids")
         if truncation is not None:
             prompt = _cut_text(model, prompt, truncation)
         check_text(model, prompt)
@@ -43,7 +43,7 @@ def prompt_tokens(
         tokens = truncation.cut(tokens, content, limit - output_tokens)
     media = model.media_tokens.intersection(tokens)
     if media:
-        raise RequestRefused(
+        raise Malformed(
             f"token {min(media)} in the prompt stands for an image, a video or a sound, and a "
             "text alone contains none: send the image too, or leave the token out"
         )
@@ -67,14 +67,14 @@ def _cut_text(model: ServedModel, text: str, truncation: Truncation) -> str:
 
 
 def check_tokens(model: ServedModel, tokens: Sequence[int], output_tokens: int) -> None:
-    """Raise `RequestRefused` for a token unknown to the model, `ContextExceeded` for too many.
+    """Raise `Malformed` for a token unknown to the model, `ContextExceeded` for too many.
 
     Tokens that stand for images may be beyond the embedding, because they are not looked up.
     """
     beyond = [token for token in tokens if token >= model.vocab_size]
     unknown = [token for token in beyond if token not in model.media_tokens]
     if unknown:
-        raise RequestRefused(
+        raise Malformed(
             f"token {unknown[0]} in the prompt; this model's are 0 to {model.vocab_size - 1}"
         )
     _check_length(len(tokens), output_tokens, model.max_model_len)
@@ -107,5 +107,5 @@ def _tokenize(tokenizer: Any, prompt: TextPrompt) -> list[int]:
         return tokens
     first = getattr(tokenizer, "bos_token_id", None)
     if first is None:
-        raise RequestRefused("an empty prompt, and no beginning-of-text token to start from")
+        raise Malformed("an empty prompt, and no beginning-of-text token to start from")
     return [first]

@@ -17,7 +17,7 @@ from loradock.engine.errors import (
     MODEL_CODE_ERRORS,
     DeviceOutOfMemory,
     EngineError,
-    RequestRefused,
+    Malformed,
     is_out_of_memory,
 )
 from loradock.engine.models.causal_model import CausalModel
@@ -143,7 +143,7 @@ class ForwardRunner:
             return ForwardError(DeviceOutOfMemory(reason), has_images)
         if has_images:
             reason = f"the model can't process these images: {str(error)[:300]}"
-            return ForwardError(RequestRefused(reason), has_images)
+            return ForwardError(Malformed(reason), has_images)
         raise error
 
     @property

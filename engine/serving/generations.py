@@ -8,7 +8,7 @@ their connection in the meantime.
 from collections.abc import Callable
 from typing import Final
 
-from loradock.engine.errors import EngineError, NotFinite, RequestRefused, code_of, text_of
+from loradock.engine.errors import EngineError, Malformed, NotFinite, code_of, text_of
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.serving.sampling import NOT_FINITE, NOT_STRUCTURED
 from loradock.engine.serving.sequence import PreparedPrompt, Sequence
@@ -220,4 +220,4 @@ def _error_of(token: int, sequence: Sequence) -> EngineError:
         return NotFinite("the model's output is not finite; check the adapter's weights")
     grammar = sequence.sampler.grammar
     reason = "" if grammar is None else grammar.error
-    return RequestRefused(f"the structure can't be followed: {reason}")
+    return Malformed(f"the structure can't be followed: {reason}")

@@ -18,11 +18,11 @@ from loradock.engine.config import EngineConfig
 from loradock.engine.errors import (
     DeviceOutOfMemory,
     EngineError,
-    EngineOverloaded,
+    Malformed,
     NotFinite,
     NotResident,
     NotServed,
-    RequestRefused,
+    Overloaded,
 )
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.models.tokenization import prompt_tokens
@@ -185,14 +185,14 @@ class PoolingScheduler:
         each = self._model.width * _NUMBER_BYTES
         wanted = inputs * each
         if wanted > VECTORS_BYTES_MAX:
-            raise RequestRefused(
+            raise Malformed(
                 f"{inputs} inputs, of {self._model.width} numbers each; at most "
                 f"{VECTORS_BYTES_MAX} bytes of them are sent for one request: send "
                 f"{VECTORS_BYTES_MAX // each} inputs at a time"
             )
         pending = each * sum(len(request.texts) for request in self._waiting.values())
         if pending + wanted > PENDING_BYTES_MAX:
-            raise EngineOverloaded(
+            raise Overloaded(
                 f"{pending} bytes of vectors are pending, and these are {wanted}; at most "
                 f"{PENDING_BYTES_MAX} may be: try again when some requests have ended"
             )
@@ -205,16 +205,16 @@ class PoolingScheduler:
         if isinstance(prompt, str):
             prompt, first = self._model.prompt + prompt, self._model.skipped_tokens
             if self._model.prompt and truncation is not None and truncation.side == "left":
-                raise RequestRefused(
+                raise Malformed(
                     "truncation_side left would cut the model's own prompt, which every input "
                     "begins with; use right"
                 )
         try:
             tokens = prompt_tokens(self._model, prompt, truncation=truncation)
-        except RequestRefused as error:
+        except Malformed as error:
             raise error.about(f"input {index}") from error
         if first >= len(tokens):
-            raise RequestRefused(
+            raise Malformed(
                 f"input {index} has only the tokens of the model's own prompt, which do not count"
             )
         return TokenizedText(tokens, first)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from loradock.engine.errors import RequestRefused
+from loradock.engine.errors import Malformed
 from loradock.engine.jobs import Jobs
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.image_processor import ProcessedPrompt
@@ -66,16 +66,16 @@ class PromptReader:
             wanted = (
                 "stop strings can't be found" if sampling.stop else "outputs can't have a structure"
             )
-            raise RequestRefused(f"the model's directory has no tokenizer, so {wanted}")
+            raise Malformed(f"the model's directory has no tokenizer, so {wanted}")
         if sampling.structure is not None and sampling.min_tokens:
-            raise RequestRefused("min_tokens and a structure exclude each other")
+            raise Malformed("min_tokens and a structure exclude each other")
         self._check_known("logit_bias", (token for token, _ in sampling.logit_bias))
         self._check_known("stop_token_ids", sampling.stop_token_ids)
 
     def _check_known(self, option: str, tokens: Iterable[int]) -> None:
         largest, count = max(tokens, default=0), self._model.vocab_size
         if largest >= count:
-            raise RequestRefused(
+            raise Malformed(
                 f"{option} must have tokens of this model, 0 to {count - 1}, got {largest}"
             )
 
@@ -83,7 +83,7 @@ class PromptReader:
         """Refuse more tokens than may have logits at once: images are read in one pass."""
         tokens_max = WHOLE_LOGITS_BYTES_MAX // (torch.float32.itemsize * self._model.vocab_size)
         if len(prompt.tokens) > tokens_max:
-            raise RequestRefused(
+            raise Malformed(
                 f"prompt_logprobs of a prompt with images need the logits of all its "
                 f"{len(prompt.tokens)} tokens at once; with this model's vocabulary at most "
                 f"{tokens_max} tokens are served"
@@ -97,7 +97,7 @@ class PromptReader:
         model, wanted = self._model, sampling.max_tokens or 1
         if isinstance(prompt, MultimodalPrompt):
             if model.prompt_reader is None:
-                raise RequestRefused(
+                raise Malformed(
                     f"images in the prompt, but the model is served for text only: "
                     f"{model.no_images_reason}"
                 )

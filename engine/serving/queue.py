@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
-from loradock.engine.errors import Conflict, EngineOverloaded, NotResident, NotServed
+from loradock.engine.errors import Conflict, NotResident, NotServed, Overloaded
 from loradock.engine.punica.mapping import BASE
 from loradock.engine.residency.arena import Arena
 from loradock.messages.commands import StartGeneration, StartInference
@@ -81,11 +81,11 @@ def check_admission(
 ) -> None:
     """Raise unless a request may join the queue; a refused request leaves no trace.
 
-    Raises `EngineOverloaded` for a full queue, `Conflict` for an id in `active_ids`, and
+    Raises `Overloaded` for a full queue, `Conflict` for an id in `active_ids`, and
     `NotResident` for an adapter that is not in its slot.
     """
     if waiting >= waiting_max:
-        raise EngineOverloaded(
+        raise Overloaded(
             f"{waiting} requests wait for a batch, the most allowed; try again when some have ended"
         )
     if command.request_id in active_ids:

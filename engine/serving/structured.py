@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from loradock.engine.errors import NotServed, RequestRefused
+from loradock.engine.errors import Malformed, NotServed
 from loradock.engine.serving.grammar_probe import probe_error
 from loradock.messages.prompts import Structure
 
@@ -122,7 +122,7 @@ class GrammarCompiler:
     def compile(self, structure: Structure) -> GrammarMatcher:
         """Return a grammar matcher at the beginning of an output.
 
-        Raises `RequestRefused` for a structure that can't be compiled within the bounds, and
+        Raises `Malformed` for a structure that can't be compiled within the bounds, and
         `NotServed` if the library is not installed or can't read the tokenizer.
         """
         with self._lock:
@@ -136,7 +136,7 @@ class GrammarCompiler:
         grammar = None if error else GrammarMatcher(_matcher(words, source))
         if grammar is None or grammar.error:
             reason = _short(error) if grammar is None else grammar.error
-            raise RequestRefused(f"the structure can't be used: {reason}")
+            raise Malformed(f"the structure can't be used: {reason}")
         with self._lock:
             self._compiled[structure] = grammar
             while len(self._compiled) > COMPILED_MAX:
@@ -168,7 +168,7 @@ def _matcher(words: Any, grammar: str) -> Any:
 
 
 def _grammar(structure: Structure) -> str:
-    """Return the library's grammar of a structure; raises `RequestRefused`."""
+    """Return the library's grammar of a structure; raises `Malformed`."""
     from llguidance import LLMatcher  # noqa: PLC0415 - as above
 
     if structure.kind == "json_schema":
@@ -178,25 +178,25 @@ def _grammar(structure: Structure) -> str:
         grammar = LLMatcher.grammar_from_regex(structure.text)
     else:
         if not structure.choices:
-            raise RequestRefused("a structure of kind choice has no choices")
+            raise Malformed("a structure of kind choice has no choices")
         texts = (json.dumps(choice, ensure_ascii=False) for choice in structure.choices)
         grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
     return grammar
 
 
 def _checked_schema(text: str) -> str:
-    """Return a JSON schema; raises `RequestRefused` for one that is no JSON or nested deeply."""
+    """Return a JSON schema; raises `Malformed` for one that is no JSON or nested deeply."""
     text = text or '{"type": "object"}'
     depth = depth_max = 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
         depth_max = max(depth, depth_max)
     if depth_max > DEPTH_MAX:
-        raise RequestRefused(f"a JSON schema nested deeper than {DEPTH_MAX}")
+        raise Malformed(f"a JSON schema nested deeper than {DEPTH_MAX}")
     try:
         json.loads(text)
     except ValueError as error:
-        raise RequestRefused(f"the JSON schema is not JSON: {error}") from error
+        raise Malformed(f"the JSON schema is not JSON: {error}") from error
     return text
 
 

@@ -8,8 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from loradock.client.errors import EngineGone, LoradockError
-from loradock.messages.errors import MEANINGS, ErrorCode
+from loradock.messages.errors import MEANINGS, EngineGone, ErrorCode, LoradockError
 
 
 class ExitCode(IntEnum):

@@ -18,8 +18,8 @@ from loradock.cli.context import (
     settings_of,
 )
 from loradock.cli.exit_codes import CommandError, ExitCode, ServerNotRunning
-from loradock.client.errors import EngineGone, NotAllowed
 from loradock.messages.control import PRELOAD
+from loradock.messages.errors import EngineGone, NotAllowed
 
 if TYPE_CHECKING:
     from loradock.messages.requests import StatusShown

@@ -10,8 +10,8 @@ import typer
 from loradock.cli.context import Settings, settings_of
 from loradock.cli.exit_codes import EXIT_MEANINGS, CommandError, ExitCode, failure_of
 from loradock.cli.help import USAGE_ERROR, WIDTH_MAX, Entry, OverviewGroup
-from loradock.client.errors import LoradockError
 from loradock.messages import VERSION
+from loradock.messages.errors import LoradockError
 
 _HELP: Final = """Keep many LoRA adapters ready for one base model.
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from loradock.client.arguments import ImageSource
 from loradock.client.calls import Classification, Embedding, Timing
-from loradock.client.errors import (
+from loradock.client.streams import AsyncEventStream, Gap, Snapshot
+from loradock.messages.errors import (
     ERRORS,
     AdapterConfigRefused,
     AdapterDoesNotFit,
@@ -39,7 +40,6 @@ from loradock.client.errors import (
     ServerStops,
     UnknownAdapter,
 )
-from loradock.client.streams import AsyncEventStream, Gap, Snapshot
 from loradock.messages.prompts import Structure
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypedDict
 import msgspec
 from msgspec import inspect as types
 
-from loradock.client.errors import Malformed
+from loradock.messages.errors import Malformed
 from loradock.messages.ids import NAME_PATTERN, REQUEST_PATTERN
 from loradock.messages.prompts import (
     IMAGE_BYTES_MAX,

@@ -17,8 +17,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from loradock.client.errors import EngineGone, LoradockError, error_of
-from loradock.messages.errors import ErrorCode
+from loradock.messages.errors import ERRORS, EngineGone, ErrorCode, LoradockError
 from loradock.messages.requests import (
     Classify,
     Embed,
@@ -40,6 +39,14 @@ NO_ID: Final = ""
 
 LOST_AFTER_PAUSES: Final = 4
 """A stream is considered lost after this multiple of its longest pause."""
+
+
+def error_of(refused: Refused) -> LoradockError:
+    """Return the exception for a refusal."""
+    error = ERRORS[refused.code](refused.message, refused.request_id)
+    error.retry_after_s = refused.retry_after_ms / 1000
+    error.details = refused.details
+    return error
 
 
 class Timing(Struct, frozen=True):

@@ -22,8 +22,8 @@ from loradock.client.calls import (
     StreamingCall,
     Timing,
 )
-from loradock.client.errors import EngineGone, LoradockError, Malformed
 from loradock.messages.control import ServerCommand, ServerQuery
+from loradock.messages.errors import EngineGone, LoradockError, Malformed
 from loradock.messages.requests import (
     CancelGeneration,
     Classify,

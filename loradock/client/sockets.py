@@ -20,7 +20,11 @@ import zmq
 from loradock.client.calls import ClientCall, GenerationCall, Timing
 from loradock.client.session import Session
 from loradock.client.streams import Subscription
-from loradock.messages.addresses import EVENTS_PORT_OFFSET, with_port_offset
+from loradock.messages.addresses import (
+    EVENTS_PORT_OFFSET,
+    SOCKET_PATH_BYTES_MAX,
+    with_port_offset,
+)
 from loradock.messages.wire import EVENTS, REPLY_BYTES_MAX, TOKEN_BYTES
 from loradock.processes.key_files import KeyPair, read_key_pair, read_public_key
 
@@ -30,9 +34,6 @@ Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 
 DIRECTORY_VARIABLE: Final = "LORADOCK_DIR"
 DIRECTORY_DEFAULT: Final = ".loradock"
-
-SOCKET_PATH_BYTES_MAX: Final = 107
-"""`sun_path` holds 108 bytes on Linux, the last of them NUL."""
 
 _RECONNECT_MS: Final = 50
 _RECONNECT_MS_MAX: Final = 1000

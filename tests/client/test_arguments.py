@@ -5,10 +5,10 @@ import re
 import pytest
 
 from loradock.client.calls import TIMING
-from loradock.client.errors import Malformed
 from loradock.client.session import Session
 from loradock.messages import control
 from loradock.messages import requests as rq
+from loradock.messages.errors import Malformed
 from loradock.messages.prompts import Sampling
 from loradock.messages.wire import FRAME_BYTES_MAX
 

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loradock.client.errors import EngineGone, LoradockError, NoRoom
 from loradock.client.session import answer_of
 from loradock.messages import requests as rq
-from loradock.messages.errors import ErrorCode
+from loradock.messages.errors import EngineGone, ErrorCode, LoradockError, NoRoom
 from tests.support.simulation.client_examples import (
     OUTPUT,
     TIMING,

@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loradock.client.calls import NO_ID
-from loradock.client.errors import (
+from loradock.client.calls import NO_ID, error_of
+from loradock.client.session import Session, answer_of
+from loradock.messages import requests as rq
+from loradock.messages.errors import (
     ERRORS,
+    MEANINGS,
     AdapterNotFound,
     EngineGone,
+    ErrorCode,
     LoradockError,
     Malformed,
     Overloaded,
-    error_of,
 )
-from loradock.client.session import Session, answer_of
-from loradock.messages import requests as rq
-from loradock.messages.errors import MEANINGS, ErrorCode
 from loradock.messages.prompts import MultimodalPrompt
 from loradock.messages.wire import BATCH_MAX, REPLIES, REQUESTS
 from tests.support.simulation.client_examples import TIMING, done, load, reply, sent, session

@@ -7,7 +7,6 @@ import pytest
 
 from loradock.client import Client
 from loradock.client.sockets import (
-    SOCKET_PATH_BYTES_MAX,
     connection_to,
     events_endpoint,
     requests_endpoint,
@@ -15,6 +14,7 @@ from loradock.client.sockets import (
     silence_reason,
     unserved_reason,
 )
+from loradock.messages.addresses import SOCKET_PATH_BYTES_MAX
 from tests.support.simulation.standin_controller import StandIn
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loradock.client import Client
-from loradock.client.errors import AdapterNotFound
+from loradock.messages.errors import AdapterNotFound
 from loradock.messages.requests import StatusShown
 from tests.support.engine.serve_process import serve, status_once, wait_for_end
 from tests.support.parallel.processes import ADAPTERS

@@ -24,7 +24,6 @@ from loradock.cli.running import parse_changes
 from loradock.cli.serve.start_checks import Start, StartRefused, check_start
 from loradock.client.arguments import check_arguments
 from loradock.client.calls import Classification, Embedding
-from loradock.client.errors import LoradockError
 from loradock.controller.core.limits import FIXED, Limits, limits_to
 from loradock.engine.adapters import read_adapter
 from loradock.engine.adapters.target import AdapterTarget
@@ -32,7 +31,7 @@ from loradock.engine.errors import EngineError
 from loradock.messages import control
 from loradock.messages import requests as rq
 from loradock.messages.engine_options import EngineOptions, LoRAOptions
-from loradock.messages.errors import MEANINGS, ErrorCode
+from loradock.messages.errors import MEANINGS, ErrorCode, LoradockError
 from loradock.messages.prompts import Sampling
 from loradock.messages.views import AdapterCounters, EngineStatistics, FailureView
 from tests.support.engine.adapter_examples import (

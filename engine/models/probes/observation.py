@@ -63,17 +63,10 @@ class ObservedInputs:
     def __init__(self, names: Collection[str]) -> None:
         self.inputs: dict[str, list[RecordedInput]] = {name: [] for name in names}
 
-    def has_all_rows(self, name: str, rows: RowShapes) -> bool:
-        """Return whether every input had all rows; a layer used twice has two per forward."""
-        shapes = [recorded.shape for recorded in self.inputs[name]]
-        half = len(shapes) // 2
-        prefill, decode = set(shapes[:half]), set(shapes[half:])
-        return half > 0 and prefill <= rows.prefill and decode <= rows.decode
-
     def is_ordered(self, name: str, rows: RowShapes) -> bool:
         """Return whether every input had its rows in the order of a mapping.
 
-        As `has_all_rows`, or with any number of rows for each row of the batch, or for all of them
+        An input has all rows, or any number of rows for each row of the batch, or for all of them
         together. Inputs of a row that was run alone have any shape.
         """
         shapes = [recorded.shape for recorded in self.inputs[name]]

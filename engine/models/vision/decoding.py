@@ -12,7 +12,7 @@ from typing import Final
 
 from PIL import Image, ImageOps
 
-from loradock.engine.errors import MODEL_CODE_ERRORS, RequestRefused
+from loradock.engine.errors import MODEL_CODE_ERRORS, Malformed
 from loradock.messages.prompts import IMAGE_BYTES_MAX
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF")
@@ -38,13 +38,13 @@ _WHITE: Final = (255, 255, 255, 255)
 
 
 def open_images(files: Sequence[bytes]) -> list[Image.Image]:
-    """Decode a prompt's images by `open_image`; raises `RequestRefused`."""
+    """Decode a prompt's images by `open_image`; raises `Malformed`."""
     images, pixels = [], 0
     for number, data in enumerate(files, 1):
         images.append(open_image(data, number))
         pixels += images[-1].width * images[-1].height
         if pixels > PROMPT_PIXELS_MAX:
-            raise RequestRefused(
+            raise Malformed(
                 f"the first {number} of {len(files)} images have {pixels} pixels; at most "
                 f"{PROMPT_PIXELS_MAX} of a prompt are read: send fewer, or smaller ones"
             )
@@ -55,12 +55,10 @@ def open_image(data: bytes, number: int = 1) -> Image.Image:
     """Decode the image in `data` as RGB, upright, with transparent parts on white.
 
     `number`: which image of the prompt it is, from 1, for the error's text. Raises
-    `RequestRefused`.
+    `Malformed`.
     """
     if not 0 < len(data) <= IMAGE_BYTES_MAX:
-        raise RequestRefused(
-            f"image {number} has {len(data)} bytes; 1 to {IMAGE_BYTES_MAX} are read"
-        )
+        raise Malformed(f"image {number} has {len(data)} bytes; 1 to {IMAGE_BYTES_MAX} are read")
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             _check_head(image, number)
@@ -70,7 +68,7 @@ def open_image(data: bytes, number: int = 1) -> Image.Image:
         raise _too_large(number, "far too many") from error
     except _DECODING_FAILURES as error:
         # A decoder's message may contain bytes of the file, so only the error's type is reported.
-        raise RequestRefused(
+        raise Malformed(
             f"image {number} can't be read ({type(error).__name__}); send a complete, undamaged "
             f"file of one of {', '.join(FORMATS)}"
         ) from error
@@ -89,11 +87,11 @@ def _check_head(image: Image.Image, number: int) -> None:
     if width * height > PIXELS_MAX or max(width, height) > SIDE_MAX:
         raise _too_large(number, f"{width} x {height}")
     if image.format != _MULTI_PICTURE_JPEG and getattr(image, "is_animated", False):
-        raise RequestRefused(f"image {number} is animated; send a single frame")
+        raise Malformed(f"image {number} is animated; send a single frame")
 
 
-def _too_large(number: int, found: str) -> RequestRefused:
-    return RequestRefused(
+def _too_large(number: int, found: str) -> Malformed:
+    return Malformed(
         f"image {number} has {found} pixels; at most {PIXELS_MAX} in all and {SIDE_MAX} per side "
         "are read"
     )

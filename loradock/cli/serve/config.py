@@ -12,6 +12,7 @@ from loradock.messages.engine_options import (
     LogFormat,
     LogLevel,
     LoRAOptions,
+    TensorParallelSize,
 )
 from loradock.messages.options import option
 
@@ -67,15 +68,7 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
             is_common=True,
         ),
     ] = ""
-    tensor_parallel_size: Annotated[
-        int,
-        option(
-            "Number of processes that hold the model together, one per device.",
-            ge=1,
-            le=1024,
-            is_common=True,
-        ),
-    ] = 1
+    tensor_parallel_size: TensorParallelSize = 1
     accept_changes: Annotated[
         bool,
         option(

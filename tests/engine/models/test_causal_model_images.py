@@ -16,7 +16,7 @@ from transformers import (
 
 from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.errors import AdapterDoesNotFit, ModelRefused, RequestRefused
+from loradock.engine.errors import AdapterDoesNotFit, Malformed, ModelRefused
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
@@ -133,5 +133,5 @@ def test_a_saved_image_text_model_generates_from_text_alone(tmp_path: Path) -> N
     model = load_model(EngineConfig(tmp_path), LoRAConfig())
     assert model.task == "generate"
     assert prompt_tokens(model, (5, 6)) == [5, 6]
-    with pytest.raises(RequestRefused, match=f"token {IMAGE_TOKEN} .* image"):
+    with pytest.raises(Malformed, match=f"token {IMAGE_TOKEN} .* image"):
         prompt_tokens(model, (5, IMAGE_TOKEN))

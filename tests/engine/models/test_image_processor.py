@@ -9,7 +9,7 @@ from msgspec import json, structs
 from torch import Tensor, nn
 
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.errors import ModelRefused, RequestRefused
+from loradock.engine.errors import Malformed, ModelRefused
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.image_processor import load_processor
 from loradock.engine.models.loading import load_model
@@ -46,7 +46,7 @@ def test_the_text_has_one_placeholder_per_image(
     placeholder = models[kind].prompt_reader.placeholder
     assert placeholder in IMAGE_MODELS[kind].shown
     words = rf"'{placeholder}' {text.count('@')} times and the prompt 1 images"
-    with pytest.raises(RequestRefused, match=words.replace("|", r"\|")):
+    with pytest.raises(Malformed, match=words.replace("|", r"\|")):
         models[kind].prompt_reader.read(image_prompt(kind, text, SQUARE))
 
 
@@ -59,16 +59,16 @@ STRAY = {
 @pytest.mark.parametrize("kind", STRAY)
 def test_a_text_has_no_token_of_an_absent_image(models: dict[str, CausalModel], kind: str) -> None:
     text, words = STRAY[kind]
-    with pytest.raises(RequestRefused, match=words):
+    with pytest.raises(Malformed, match=words):
         models[kind].prompt_reader.read(image_prompt(kind, text, SQUARE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_alone_has_no_token_of_an_image(models: dict[str, CausalModel], kind: str) -> None:
     image = IMAGE_MODELS[kind].image_token
-    with pytest.raises(RequestRefused, match="stands for an image"):
+    with pytest.raises(Malformed, match="stands for an image"):
         prompt_tokens(models[kind], f"a cat {image}")
-    with pytest.raises(RequestRefused, match="text alone"):
+    with pytest.raises(Malformed, match="text alone"):
         prompt_tokens(models[kind], image_prompt(kind, "@", SQUARE))
 
 
@@ -77,14 +77,14 @@ def test_placeholders_that_the_model_would_read_as_one_image_are_refused(
 ) -> None:
     prompt = image_prompt("qwen2_vl", "<|vision_start|>@@<|vision_end|>", SQUARE, picture(8, 24))
     together = prompt.text.replace("<|vision_end|><|vision_start|>", "")
-    with pytest.raises(RequestRefused, match="can't read these images in this text"):
+    with pytest.raises(Malformed, match="can't read these images in this text"):
         models["qwen2_vl"].prompt_reader.read(structs.replace(prompt, text=together))
 
 
 def test_an_image_that_the_processor_can_not_scale_is_refused(
     models: dict[str, CausalModel],
 ) -> None:
-    with pytest.raises(RequestRefused, match="aspect ratio"):
+    with pytest.raises(Malformed, match="aspect ratio"):
         models["qwen2_vl"].prompt_reader.read(image_prompt("qwen2_vl", "@", picture(1000, 2)))
 
 
@@ -97,17 +97,17 @@ def test_the_images_tokens_count_in_the_context(models: dict[str, CausalModel]) 
     fitting = image_prompt("gemma3", "@", SQUARE)
     assert model.prompt_reader.read(fitting, allowed - length).tokens == found.tokens
     refusal = rf"context length is {allowed} tokens, .*it has {length} tokens"
-    with pytest.raises(RequestRefused, match=refusal):
+    with pytest.raises(Malformed, match=refusal):
         model.prompt_reader.read(fitting, allowed - length + 1)
     text = "@" + "a" * allowed * CHARACTERS_PER_TOKEN_MAX
-    with pytest.raises(RequestRefused, match="characters"):
+    with pytest.raises(Malformed, match="characters"):
         model.prompt_reader.read(image_prompt("gemma3", text, SQUARE))
 
 
 def test_the_error_names_the_damaged_image(models: dict[str, CausalModel]) -> None:
     prompt = image_prompt("llava", "@ @", SQUARE, SQUARE)
     damaged = MultimodalPrompt(prompt.text, (prompt.images[0], prompt.images[1][:60]))
-    with pytest.raises(RequestRefused, match="image 2 "):
+    with pytest.raises(Malformed, match="image 2 "):
         models["llava"].prompt_reader.read(damaged)
 
 

@@ -18,7 +18,7 @@ from msgspec import structs
 from torch import Tensor
 
 from loradock.engine.config import EngineConfig
-from loradock.engine.errors import Conflict, EngineOverloaded, ModelRefused, RequestRefused
+from loradock.engine.errors import Conflict, Malformed, ModelRefused, Overloaded
 from loradock.engine.jobs import FinishedJob
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.image_processor import ProcessedPrompt
@@ -218,7 +218,7 @@ def test_prefetched_images_are_bounded(bench: ImageBench) -> None:
     for _ in range(PREFETCHED_MAX + 2):
         driver.start(None, bench.prompt(ROWS[0]), TWELVE)
     assert len(jobs.queued) == PREFETCHED_MAX
-    with pytest.raises(EngineOverloaded, match=str(PREFETCHED_MAX + 2)):
+    with pytest.raises(Overloaded, match=str(PREFETCHED_MAX + 2)):
         driver.start(None, "the mat")
     jobs.run(PREFETCHED_MAX)
     driver.scheduler.collect()
@@ -323,7 +323,7 @@ def test_a_model_without_a_processor_refuses_images_with_the_reason(tmp_path: Pa
     (tmp_path / "preprocessor_config.json").unlink()
     bench = ImageBench("llava", tmp_path)
     driver = bench.driver()
-    with pytest.raises(RequestRefused, match="preprocessor_config"):
+    with pytest.raises(Malformed, match="preprocessor_config"):
         driver.start(None, image_prompt("llava", "@", picture(8, 8)))
     assert driver.alone(None, "the mat", TWELVE)[0]
 

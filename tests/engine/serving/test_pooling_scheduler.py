@@ -12,11 +12,11 @@ from torch import Tensor
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import (
     Conflict,
-    EngineOverloaded,
+    Malformed,
     ModelRefused,
     NotResident,
     NotServed,
-    RequestRefused,
+    Overloaded,
 )
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models import pooling_model
@@ -189,7 +189,7 @@ def test_a_stale_request_is_refused(bench: SchedulerBench) -> None:
 def test_an_invalid_input_is_refused_with_its_index(
     bench: SchedulerBench, text: object, words: str
 ) -> None:
-    with pytest.raises(RequestRefused, match=f"input 1: .*{words}"):
+    with pytest.raises(Malformed, match=f"input 1: .*{words}"):
         bench.start((5, 6), text)
     assert bench.scheduler.is_idle
 
@@ -198,14 +198,14 @@ def test_a_token_that_stands_for_an_image_is_refused_where_there_is_none(
     bench: SchedulerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.model, "media_tokens", frozenset({9}))
-    with pytest.raises(RequestRefused, match="input 1: token 9 in the prompt stands for an image"):
+    with pytest.raises(Malformed, match="input 1: token 9 in the prompt stands for an image"):
         bench.start((5, 6), (8, 9))
 
 
 def test_the_queue_is_bounded_and_running_ids_are_unique(bench: SchedulerBench) -> None:
     for _ in range(3):
         bench.start((5,))
-    with pytest.raises(EngineOverloaded, match="3 requests wait"):
+    with pytest.raises(Overloaded, match="3 requests wait"):
         bench.start((5,))
     bench.run()
     bench.start((5,), request_id="same")
@@ -316,7 +316,7 @@ def test_the_vectors_of_one_request_are_bounded_in_bytes(
     bench: SchedulerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pooling, "VECTORS_BYTES_MAX", 3 * 32 * 4)
-    with pytest.raises(RequestRefused, match=r"4 inputs, of 32 numbers each.*send 3 inputs at a"):
+    with pytest.raises(Malformed, match=r"4 inputs, of 32 numbers each.*send 3 inputs at a"):
         bench.start(*TEXTS)
     bench.start(*TEXTS[:3])
     assert type(bench.run()[-1]) is PoolingEnded
@@ -327,7 +327,7 @@ def test_the_vectors_of_all_requests_are_bounded_in_bytes(
 ) -> None:
     monkeypatch.setattr(pooling, "PENDING_BYTES_MAX", 5 * 32 * 4)
     bench.start(*TEXTS[:3])
-    with pytest.raises(EngineOverloaded, match=r"384 bytes of vectors are pending.*are 384"):
+    with pytest.raises(Overloaded, match=r"384 bytes of vectors are pending.*are 384"):
         bench.start(*TEXTS[:3])
     bench.start(*TEXTS[:2])
     bench.run()
@@ -414,11 +414,11 @@ def test_an_input_is_shortened_on_request(bench: SchedulerBench) -> None:
 def test_vectors_are_shorter_only_if_the_model_was_trained_for_it(
     bench: SchedulerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RequestRefused, match="was not trained for shorter vectors"):
+    with pytest.raises(Malformed, match="was not trained for shorter vectors"):
         bench.start((5, 6), dimensions=8)
     config = bench.model.model.config
     monkeypatch.setattr(config, "matryoshka_dimensions", [8, 16], raising=False)
-    with pytest.raises(RequestRefused, match=r"one of \[8, 16\] for this model, got 9"):
+    with pytest.raises(Malformed, match=r"one of \[8, 16\] for this model, got 9"):
         bench.start((5, 6), dimensions=9)
     bench.start((5, 6))
     bench.start((5, 6), dimensions=8)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from loradock.client.calls import ClientCall, GenerationCall, PoolingCall, Timing
-from loradock.client.errors import LoradockError
 from loradock.client.session import Session
 from loradock.client.streams import EventCursor, Gap
 from loradock.messages import requests
+from loradock.messages.errors import LoradockError
 from loradock.messages.events import Published
 from loradock.messages.ids import client_name, scoped
 from loradock.messages.wire import TOKEN_BYTES

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from loradock.engine.errors import RequestRefused
+from loradock.engine.errors import Malformed
 from loradock.engine.models.vision import decoding
 from loradock.engine.models.vision.decoding import (
     FORMATS,
@@ -132,7 +132,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_file_that_can_not_be_read_is_refused_with_the_reason(case: str) -> None:
     data, words = REFUSED[case]
-    with pytest.raises(RequestRefused, match=f"image 3 .*({words})"):
+    with pytest.raises(Malformed, match=f"image 3 .*({words})"):
         open_image(data, number=3)
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_decoded_before_its_size_is_known(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(decoding, "PIXELS_MAX", 34)
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("decoded"))
     for whole in WHOLE:
-        with pytest.raises(RequestRefused, match="23 x 17 pixels; at most 34"):
+        with pytest.raises(Malformed, match="23 x 17 pixels; at most 34"):
             open_image(whole)
 
 
@@ -149,7 +149,7 @@ def test_a_prompts_images_are_bounded_together(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(decoding, "PROMPT_PIXELS_MAX", 60)
     assert [image.size for image in open_images(files)] == [(4, 5)] * 3
     monkeypatch.setattr(decoding, "PROMPT_PIXELS_MAX", 59)
-    with pytest.raises(RequestRefused, match="first 3 of 3 images have 60 pixels; at most 59"):
+    with pytest.raises(Malformed, match="first 3 of 3 images have 60 pixels; at most 59"):
         open_images(files)
 
 
@@ -163,7 +163,7 @@ def test_a_damaged_file_is_an_image_or_refused_and_nothing_else(
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
         found = open_image(bytes(damaged))
-    except RequestRefused:
+    except Malformed:
         return
     assert found.mode == "RGB"
     assert torch.tensor(found.size).prod() <= PIXELS_MAX
