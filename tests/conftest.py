@@ -12,7 +12,7 @@ PROFILE: Final = "loradock"
 
 WARNING_FILTERS: Final = (
     # A warning about a line of ours is a failure.
-    r"error:::(messages|controller|engine|gateway|examples|benchmarks|tests)\.",
+    r"error:::(loradock|examples|benchmarks|tests)\.",
     # peft reads a model attribute that transformers renamed.
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
     # Adapters of ours have such patterns, and embeddings; peft reports both each time.
