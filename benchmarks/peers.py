@@ -279,9 +279,9 @@ def _files() -> Iterator[Path]:
 def _write_tokenizer(model: Path) -> None:
     """Write a tokenizer with one word for each token of the vocabulary."""
     words = {f"w{number}": number for number in range(SHAPE.vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer = Tokenizer(models.WordLevel(words, "w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(model)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
 
