@@ -156,7 +156,7 @@ def _attach(context: Context, inventory: EngineInventory) -> None:
         inventory.engine_id,
         inventory.pid,
         inventory.model,
-        inventory.slots_max,
+        inventory.max_loras,
         inventory.device_bytes_max,
     )
     context.world.set_bounds(context.limits)
@@ -292,7 +292,7 @@ def _unbounded(world: World, limits: Limits, inventory: EngineInventory) -> str 
     """Return the first number or text that is out of its bounds."""
     numbers = [
         ("pid", inventory.pid, 0, PID_MAX),
-        ("slots_max", inventory.slots_max, 1, SLOTS_MAX),
+        ("slots_max", inventory.max_loras, 1, SLOTS_MAX),
         ("last_op", inventory.last_op, 0, world.next_op + NUMBERS_LOST_MAX),
         ("operations", len(inventory.running), 0, RUNNING_MAX),
         ("suspended operations", len(inventory.suspended), 0, len(inventory.running)),
@@ -330,8 +330,8 @@ def _contradicts_itself(inventory: EngineInventory) -> str | None:
             )
         if entry.adapter_id in known or (in_slot and entry.slot in slots):
             return f"adapter {entry.adapter_id} or slot {entry.slot} is reported twice"
-        if entry.slot >= inventory.slots_max:
-            return f"slot {entry.slot} is reported of {inventory.slots_max} slots"
+        if entry.slot >= inventory.max_loras:
+            return f"slot {entry.slot} is reported of {inventory.max_loras} slots"
         known.add(entry.adapter_id)
         if in_slot:
             slots.add(entry.slot)

@@ -521,10 +521,10 @@ def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: s
 
 
 def start_backoff(context: Context, adapter: Adapter) -> None:
-    """Leave the adapter unmoved for `rest_ms`: the step that failed would fail again now."""
+    """Leave the adapter unmoved for `retry_backoff_ms`: the failed step would fail again now."""
     world = context.world
     adapter.backing_off = adapter.failed = True
-    adapter.retry_ns = world.time_ns + context.limits.rest_ms * NANOS_PER_MS
+    adapter.retry_ns = world.time_ns + context.limits.retry_backoff_ms * NANOS_PER_MS
     if adapter.id in world.queues.members:
         context.leave_queue(adapter)
     world.add_deadline(adapter.retry_ns, "retry", adapter.id)

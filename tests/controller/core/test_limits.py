@@ -13,7 +13,7 @@ from loradock.controller.core.limits import (
 
 
 def test_stored_limits_are_read_again() -> None:
-    limits = Limits(slots_max=3, slot_quantum_ms=7)
+    limits = Limits(max_loras=3, slot_quantum_ms=7)
     assert limits_from(limits_to(limits)) == limits
 
 
