@@ -166,7 +166,7 @@ def _our_command(root: Path, dtype: str, port: int) -> list[str]:
     }
     program = str(Path(sys.executable).with_name("loradock"))
     words = (f"--{name}={value}" for name, value in options.items())
-    return [program, "--dir", str(root / "ours"), "serve", *words]
+    return [program, "--dir", str(root / f"ours-{dtype}"), "serve", *words]
 
 
 def _their_command(root: Path, dtype: str, port: int) -> list[str]:
