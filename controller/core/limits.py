@@ -13,16 +13,20 @@ from loradock.controller.core.answers import WindowBounds
 from loradock.messages.engine_options import DEVICE_BYTES_DEFAULT
 from loradock.messages.options import option
 
-RULES = 3
+RULES = 4
 """The number of the core's rules. A change of what `handle` decides, or of a refusal's text (which
 is part of the digest), needs a new one."""
 
-RULES_READ = (2, 3)
+RULES_READ = (2, 3, 4)
 """The rules that logs are replayed by; inputs are added by the last one.
 
 Rules 3 against rules 2: a victim is the least recently used adapter of all states that hold a tier,
 not of one state after the other, and a move is no use. Inference that waits for an adapter when it
 is removed is served first, not refused, and later requests find no adapter of its name.
+
+Rules 4 against rules 3: a removed version for which only downward requests wait is forgotten,
+whatever state they want. A prefetched adapter that is forgotten leaves its queue. Refusals name the
+number of slots as its option does.
 """
 
 _GIB = 1 << 30
@@ -184,7 +188,13 @@ def check_limits(limits: Limits) -> Limits:
 
 def rules_read() -> str:
     """Return the rules that logs are replayed by, as errors name them."""
-    return " and ".join(map(str, RULES_READ))
+    *others, last = map(str, RULES_READ)
+    return f"{', '.join(others)} and {last}"
+
+
+def slots_name(rules: int) -> str:
+    """Return what refusals call the number of slots, as a limit."""
+    return "max_loras" if rules > 3 else "slots_max"
 
 
 def limits_from(values: dict[str, int]) -> Limits:

@@ -122,8 +122,8 @@ def entry(**fields: Any) -> reports.InventoryAdapter:
 OUT_OF_BOUNDS = {
     "pid 1099511627776": inventory_of(pid=2**40),
     "pid -1": inventory_of(pid=-1),
-    "slots_max 0": inventory_of(max_loras=0),
-    "slots_max 65537": inventory_of(max_loras=65_537),
+    "max_loras 0": inventory_of(max_loras=0),
+    "max_loras 65537": inventory_of(max_loras=65_537),
     "last_op": inventory_of(last_op=2**53),
     "operation 0": inventory_of(last_op=5, running=(0,)),
     "operation 6": inventory_of(last_op=5, running=(6,)),
