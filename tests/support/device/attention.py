@@ -1,4 +1,4 @@
-"""Scaled-dot-product attention: the backend that PyTorch 2.11 chooses on sm_90, and its launches."""
+"""Scaled-dot-product attention: the backend that PyTorch 2.11 chooses on sm_90, its launches."""
 
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ _MASK_LAUNCHES: Final = 3
 """A mask of booleans becomes one of numbers, padded to a multiple of 8."""
 
 
-def attend(
+def attend(  # noqa: PLR0913, PLR0917 - PyTorch's arguments
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from tests.support.device.graphs import record_step
 from tests.support.device.record import RECORD
 from tests.support.device.streams import MEMORY, Interval, current_stream
-from tests.support.device.tensors import SimulatedTensor, unwrap
+from tests.support.device.tensors import SimulatedTensor, skipping, unwrap
 
 _UNIT: Final = 64
 """The bytes to which accesses are rounded."""
@@ -70,6 +70,8 @@ def _launch(kernel: Any, run: Callable[..., Any], grid: Any, args: Any, kwargs: 
     inner, options = [unwrap(arg) for arg in args], {k: unwrap(v) for k, v in kwargs.items()}
 
     def step() -> None:
+        if skipping.is_on:
+            return
         with _patched_once():
             run(kernel, *inner, grid=grid, warmup=False, **options)
 

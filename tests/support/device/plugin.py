@@ -1,4 +1,4 @@
-"""`pytest --simulated-device`: tests run on the simulated device, and what it reports fails them."""
+"""`pytest --simulated-device`: tests on the simulated device fail by what it reports."""
 
 from collections.abc import Iterator
 

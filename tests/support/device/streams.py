@@ -1,7 +1,7 @@
 """Streams, events and the host as vector clocks, and the accesses of memory that they order.
 
-Two accesses of the same bytes, of which one writes, are a race unless the later one's stream, or the
-host, had waited for the earlier one. The order in which Python ran them doesn't matter.
+Two accesses of the same bytes, of which one writes, are a race unless the later one's stream, or
+the host, had waited for the earlier one. The order in which Python ran them doesn't matter.
 """
 
 import threading
@@ -168,7 +168,7 @@ class Access(NamedTuple):
 
 
 class Allocation:
-    """The accesses of one storage. `stream` is None for host memory, else where it was allocated."""
+    """The accesses of one storage; `stream` is that of its allocation, None for host memory."""
 
     def __init__(self, storage: torch.UntypedStorage, stream: Stream | None) -> None:
         self.storage = StorageWeakRef(storage)

@@ -42,12 +42,32 @@ _NO_LAUNCH: Final = {
     *(aten.new_empty, aten.empty_like, aten.new_empty_strided, aten.detach, aten.alias),
     aten.lift_fresh,
 }
+_UNFILLED: Final = {aten.empty, aten.empty_like, aten.new_empty}
 _INDEXING: Final = {
     *(aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_, aten._unsafe_index),
     aten._unsafe_index_put,
 }
 _COPIES: Final = {aten._to_copy, aten.copy_}
+_CONSTANT: Final = {aten.is_pinned: False, aten._fused_sdp_choice: 0}
+"""Attention that is called from within PyTorch's own code is decomposed into its parts."""
 _MASKS: Final = (torch.bool, torch.uint8)
+
+
+class _Skipping:
+    is_on = False
+
+
+skipping: Final = _Skipping()
+
+
+@contextmanager
+def skipped_kernels() -> Iterator[None]:
+    """Count launches of Triton kernels in the block, and don't run them: their outputs are zeros."""
+    skipping.is_on = True
+    try:
+        yield
+    finally:
+        skipping.is_on = False
 
 
 class SimulatedTensor(Tensor):
@@ -161,13 +181,9 @@ class DispatchMode(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if operation.packet is aten.is_pinned:
-            return False
-        if operation.packet is aten._fused_sdp_choice:
-            return 0
-        if operation.packet in _COPIES:
-            return _copy(operation)
-        return _compute(operation)
+        if operation.packet in _CONSTANT:
+            return _CONSTANT[operation.packet]
+        return _copy(operation) if operation.packet in _COPIES else _compute(operation)
 
 
 DISPATCH: Final = DispatchMode()
@@ -255,45 +271,47 @@ def _transfer(source: Tensor, host: Tensor | None, to_device: bool, is_async: bo
 
 def _compute(operation: _Operation) -> Any:
     """Run an operator on the tensors in host memory, and record its launch."""
-    func, packet = operation.func, operation.packet
     _refuse_mixed(operation)
-    kwargs = dict(operation.kwargs)
-    if operation.simulated and (
-        packet in _READS or (packet is aten.repeat_interleave and kwargs.get("output_size") is None)
-    ):
+    packet, kwargs = operation.packet, dict(operation.kwargs)
+    has_unknown_size = packet is aten.repeat_interleave and kwargs.get("output_size") is None
+    if operation.simulated and (packet in _READS or has_unknown_size):
         host_reads(operation.name)
     if operation.device is not None:
         kwargs["device"] = HOST_DEVICE
     args, kwargs = tree_map(unwrap, operation.args), tree_map(unwrap, kwargs)
-    if packet is aten.histc and not args[0].is_floating_point():
+    if packet is aten.histc:
         args = (args[0].float(), *args[1:])
     with _disable_current_modes():
-        out = func(*args, **kwargs)
+        out = operation.func(*args, **kwargs)
+        if skipping.is_on and packet in _UNFILLED:
+            out.zero_()
     if operation.is_free:
         keep_view(out)
     else:
-        record_operation(func, args, kwargs, out)
-    if packet is aten._local_scalar_dense:
-        return out
+        record_operation(operation.func, args, kwargs, out)
+    return out if packet is aten._local_scalar_dense else _wrap(operation, out)
+
+
+def _wrap(operation: _Operation, out: Any) -> Any:
+    """Return the results as simulated tensors, and add the operation's accesses."""
     same = {id(tensor.inner): tensor for tensor in operation.simulated}
 
     def wrap(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return same.get(id(value)) or SimulatedTensor(value)
+        # A tensor that is changed in place is returned as the same object.
+        return same[id(value)] if id(value) in same else SimulatedTensor(value)
 
-    # A tensor that is changed in place is returned as the same object.
-    result = tree_map(lambda value: same[id(value)] if id(value) in same else wrap(value), out)
+    result = tree_map(wrap, out)
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, SimulatedTensor)]
-    if operation.is_free:
-        if not func.is_view:
-            for tensor in made:
-                MEMORY.of(tensor.inner)
-        return result
-    RECORD.launches[operation.name] += 1
-    launch = current_stream().launch()
-    access_all([t.inner for t in operation.simulated], False, launch, operation.name)
-    access_all([t.inner for t in operation.written() or made], True, launch, operation.name)
+    if not operation.is_free:
+        RECORD.launches[operation.name] += 1
+        launch = current_stream().launch()
+        access_all([t.inner for t in operation.simulated], False, launch, operation.name)
+        access_all([t.inner for t in operation.written() or made], True, launch, operation.name)
+    elif not operation.func.is_view:
+        for tensor in made:
+            MEMORY.of(tensor.inner)
     return result
 
 
