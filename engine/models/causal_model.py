@@ -15,16 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from loradock.engine.config import LoRAConfig
-from loradock.engine.models.caches.kv_cache import BatchKVCache, left_padding_mask
-from loradock.engine.models.caches.row_cache import RowCache
-from loradock.engine.models.caches.single_rows import ModuleState, SingleRows, find_module_states
-from loradock.engine.models.caches.state_cache import StateCache
 from loradock.engine.models.image_processor import (
     ImagePromptReader,
     ImagesRefused,
     Processor,
     probe_images,
 )
+from loradock.engine.models.kv_cache import BatchKVCache, left_padding_mask
 from loradock.engine.models.library.generation import cache_argument, generated_logits
 from loradock.engine.models.library.names import Cache, PreTrainedModel
 from loradock.engine.models.positions import scale_by_length
@@ -33,6 +30,13 @@ from loradock.engine.models.probes.batching import (
     check_rows_alone,
     generation_probe,
     states_probe,
+)
+from loradock.engine.models.row_cache import (
+    ModuleState,
+    RowCache,
+    SingleRows,
+    StateCache,
+    find_module_states,
 )
 from loradock.engine.models.served_model import ServedModel, Tokenizer
 from loradock.engine.models.vision.image_inputs import ImageInputs, image_arguments
@@ -239,8 +243,7 @@ class CausalModel(ServedModel):
     ) -> Tensor:
         """Run each row's new tokens alone, or all rows' next tokens together."""
         columns = input_ids.shape[1]
-        is_step = columns == 1 and all(cache.done) and set(cache.new_tokens) == {1}
-        if isinstance(cache, StateCache) and (cache.is_together or is_step) and len(cache) > 0:
+        if isinstance(cache, StateCache) and cache.is_together:
             logits = self._step_together(input_ids, cache)[:, None]
         else:
             logits = self._run_alone(input_ids, cache, columns if keeps_all else 1)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused
-from loradock.engine.models.caches.row_cache import RowCache
 from loradock.engine.models.probes.comparison import (
     ERRORS_MAX_GENERATED,
     Aligned,
@@ -33,6 +32,7 @@ from loradock.engine.models.probes.observation import (
     RowShapes,
     recording,
 )
+from loradock.engine.models.row_cache import RowCache
 from loradock.engine.models.vision.image_inputs import ImageInputs, position_offsets
 
 Forward = Callable[[Tensor, Any, Sequence[ImageInputs | None]], Tensor]

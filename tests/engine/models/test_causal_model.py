@@ -26,8 +26,8 @@ from loradock.engine.layers import (
     VocabParallelEmbeddingWithLoRA,
 )
 from loradock.engine.layout import ModuleKind
-from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.preparation import find_candidates
 from tests.support.engine.engine_examples import (
     ATTENTION,

@@ -17,7 +17,7 @@ from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.jobs import InlineJobs, Jobs
 from loradock.engine.models.binding import bind_lora
-from loradock.engine.models.caches.kv_cache import BatchKVCache
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.image_processor import ProcessedPrompt, load_processor
 from loradock.engine.models.loading import load_model
