@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from loradock.engine.config import LoRAConfig
+from loradock.engine.models.image_inputs import ImageInputs, image_arguments
+from loradock.engine.models.image_part import NO_PUNICAS, ImagePunicas
 from loradock.engine.models.image_processor import (
     ImagePromptReader,
     ImagesRefused,
@@ -25,7 +27,7 @@ from loradock.engine.models.kv_cache import BatchKVCache, left_padding_mask
 from loradock.engine.models.library.generation import cache_argument, generated_logits
 from loradock.engine.models.library.names import Cache, PreTrainedModel
 from loradock.engine.models.positions import scale_by_length
-from loradock.engine.models.probes.batching import (
+from loradock.engine.models.probing import (
     ProbeSpec,
     check_rows_alone,
     generation_probe,
@@ -39,8 +41,6 @@ from loradock.engine.models.row_cache import (
     find_module_states,
 )
 from loradock.engine.models.served_model import ServedModel, Tokenizer
-from loradock.engine.models.vision.image_inputs import ImageInputs, image_arguments
-from loradock.engine.models.vision.mapping import NO_PUNICAS, ImagePunicas
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.residency.arena import Arena
 
@@ -90,7 +90,7 @@ class CausalModel(ServedModel):
         self.batching = BATCHINGS[chosen]
         if self.batching in ("single", "whole"):
             forwards = self._forward_whole, self.forward, self.new_cache
-            check_rows_alone(model, *forwards, self.vocab_size)
+            check_rows_alone(*forwards, self.vocab_size)
         self.prompt_reader, self.no_images_reason = self._make_reader(processor)
 
     def new_cache(

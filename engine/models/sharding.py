@@ -21,9 +21,9 @@ from loradock.engine.layers.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from loradock.engine.models.image_part import find_image_part
 from loradock.engine.models.library.names import PreTrainedModel
-from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
-from loradock.engine.models.vision.encoder import find_image_part
+from loradock.engine.models.observation import error_max, relative_difference
 from loradock.engine.parallel import WHOLE_PARAMETER, ParallelGroup, ParameterShard
 
 _PROMPT_TOKENS: Final = 5
@@ -146,7 +146,8 @@ class Sharding:
                 "the model's tensor-parallel plan does not run on "
                 f"{self._group.world_size} ranks: {type(error).__name__}: {error}"
             ) from error
-        if not self._group.all_true(_are_close(whole, split)):
+        is_same = relative_difference(split, whole) <= error_max(whole.dtype)
+        if not self._group.all_true(is_same):
             raise ModelRefused(
                 f"split by its own plan over {self._group.world_size} ranks, the model's results "
                 "differ from the whole model's; serve it on one rank"
@@ -311,12 +312,6 @@ def _outputs(model: PreTrainedModel, device: torch.device) -> Tensor:
     if outputs[0].ndim == 2:
         outputs.append(model.base_model(input_ids=tokens, **arguments)[0])
     return torch.cat([output.flatten() for output in outputs]).cpu()
-
-
-def _are_close(whole: Tensor, split: Tensor) -> bool:
-    allowed = ERRORS_MAX.get(whole.dtype, ERROR_MAX_HALF)
-    difference = split.double() - whole.double()
-    return float(difference.norm() / whole.double().norm()) <= allowed
 
 
 class WholeLayer:

@@ -21,8 +21,8 @@ from loradock.engine.errors import (
     is_out_of_memory,
 )
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_inputs import ImageInputs
 from loradock.engine.models.library.names import PreTrainedConfig
-from loradock.engine.models.vision.image_inputs import ImageInputs
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.serving.attention import longest_lookback, packed_attention

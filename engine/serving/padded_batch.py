@@ -14,10 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from loradock.engine.models.image_inputs import ImageInputs, position_offsets
 from loradock.engine.models.kv_cache import BatchKVCache
-from loradock.engine.models.probes.batching import MakeCache
+from loradock.engine.models.probing import MakeCache
 from loradock.engine.models.row_cache import RowCache, RowStates
-from loradock.engine.models.vision.image_inputs import ImageInputs, position_offsets
 from loradock.engine.punica.mapping import BASE, LoRAMapping
 from loradock.engine.serving.blocks import block_keys
 from loradock.engine.serving.decoding import DecodeStrategy

@@ -21,7 +21,7 @@ from loradock.engine.errors import MODEL_CODE_ERRORS
 from loradock.engine.layout import next_power_of_two
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
-from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.models.observation import error_max, relative_difference
 from loradock.engine.punica.mapping import BASE, LoRAMapping
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.serving.blocks import (
@@ -218,6 +218,7 @@ def choose_prefixes(
         reason = "a row that continues from stored states differs"
     if reason:
         _log.warning("prefixes are not reused", reason=reason)
+        model.record_refusal(f"prefixes are not reused: {reason}")
         return PrefixStates(0)
     share = int(_PREFIX_SHARE * (config.kv_cache_bytes or _default_bytes(model.device)))
     [chosen] = model.group.broadcast_numbers([share])
@@ -248,7 +249,7 @@ def _states_are_restored(model: CausalModel, mapper: ProbeMapper) -> bool:
         found = torch.cat([_own_logits(model, mapper.map, *pair, [2 * count]) for pair in pairs])
     except MODEL_CODE_ERRORS:
         return False
-    return model.group.all_true(_relative_error(found, expected) <= _error_max(expected))
+    return model.group.all_true(relative_difference(found, expected) <= error_max(expected.dtype))
 
 
 def _default_bytes(device: torch.device) -> int:
@@ -289,7 +290,7 @@ def _chunks_are_equal(model: CausalModel, mapper: ProbeMapper) -> bool:
         chunked = _prefill(model, mapper, _LENGTHS, model.new_cache(none), _COLUMNS)
     except MODEL_CODE_ERRORS:
         return False
-    return model.group.all_true(_relative_error(chunked, whole) <= _error_max(whole))
+    return model.group.all_true(relative_difference(chunked, whole) <= error_max(whole.dtype))
 
 
 def _seconds_per_token(model: CausalModel, mapper: ProbeMapper) -> float:
@@ -371,7 +372,7 @@ def probe_static_decode(model: CausalModel, mapper: ProbeMapper, runner: StepRun
                 raise StaticDecodeRefused(f"{type(error).__name__}: {error}") from error
             if runner.failure:
                 raise StaticDecodeRefused(runner.failure)
-            distance, allowed = _relative_error(found, expected), _error_max(expected)
+            distance, allowed = relative_difference(found, expected), error_max(expected.dtype)
             if not distance <= allowed:
                 raise StaticDecodeRefused(
                     f"a static step over {columns} columns differs from a dynamic one "
@@ -405,7 +406,7 @@ def probe_packed(model: CausalModel, map_tokens: MapTokens) -> PackedProbe:
         raise PackedRefused(f"{type(error).__name__}: {error}") from error
     for row, (ends, logits) in enumerate(found):
         expected = _own_logits(model, map_tokens, BatchKVCache([0]), tokens[row], ends)
-        distance, allowed = _relative_error(logits, expected), _error_max(expected)
+        distance, allowed = relative_difference(logits, expected), error_max(expected.dtype)
         if not model.group.all_true(distance <= allowed):
             raise PackedRefused(
                 f"a packed pass differs from the model's own (relative norm {distance:.1e} here, "
@@ -486,12 +487,3 @@ def _decode(
     mapper.map(rows, rows)
     tokens = (torch.arange(len(cache))[:, None] + 11 * step) % model.vocab_size
     return strategy.run(tokens, cache)
-
-
-def _relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference divided by the norm of `expected`, in float64."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-def _error_max(expected: Tensor) -> float:
-    return ERRORS_MAX.get(expected.dtype, ERROR_MAX_HALF)

@@ -5,12 +5,13 @@ nothing. Names are found in signatures and in what a forward pass returns; none 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 _CACHE: Final = "past_key_values"
 _NO_TOKEN: Final = (1 << 31) - 1
@@ -95,3 +96,20 @@ def generated_logits(model: PreTrainedModel, prompt: Sequence[int], steps: Seque
         return_dict_in_generate=True,
     )
     return torch.cat(output.logits)
+
+
+@contextmanager
+def use_attention(configs: Sequence[PretrainedConfig], name: str) -> Iterator[None]:
+    """Let models with these configurations use a registered implementation.
+
+    `configs`: those of a model, parents before their parts.
+    """
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        # A parent's assignment reaches its parts, which follow with values of their own.
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation

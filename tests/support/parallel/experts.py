@@ -19,8 +19,8 @@ from loradock.engine.kernels import choose_kernels
 from loradock.engine.layers import wrapper_of, wrappers_for
 from loradock.engine.layers.expert_layout import ParallelExperts
 from loradock.engine.layers.experts import ExpertsWithLoRA, FusedMoE3DWithShardedLoRA
-from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
