@@ -207,9 +207,9 @@ class CausalModel(ServedModel):
         if batching == "together":
             how = "rows that are decoded together"
             return states_probe(self.forward, make_cache, self._last_of_whole, how)
-        # The model's own steps are what it generates; sparse ones may differ from a whole forward
-        # pass in the columns that they choose.
-        generated = partial(generated_logits, self.model)
+        # The model's own steps are what it generates; sparse attention can choose other columns in
+        # them than in a whole forward pass.
+        generated = partial(generated_logits, self.model, with_cache=batching == "single")
         how = f"{batching} rows, one at a time"
         spec = states_probe(self.forward, make_cache, None, how, generated)
         return spec._replace(is_last_resort=batching == "whole")

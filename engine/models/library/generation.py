@@ -77,10 +77,13 @@ class _Forced:
         return chosen
 
 
-def generated_logits(model: PreTrainedModel, prompt: Sequence[int], steps: Sequence[int]) -> Tensor:
+def generated_logits(
+    model: PreTrainedModel, prompt: Sequence[int], steps: Sequence[int], *, with_cache: bool = True
+) -> Tensor:
     """Return the logits after a prompt and after each of `steps`, by the model's own `generate`.
 
-    Returns [1 + steps, vocabulary], before any processing of scores.
+    Returns [1 + steps, vocabulary], before any processing of scores. `with_cache` False: all tokens
+    are computed at each step, which is what a cache is meant to save.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
     output: Any = model.generate(
@@ -92,6 +95,7 @@ def generated_logits(model: PreTrainedModel, prompt: Sequence[int], steps: Seque
         eos_token_id=_NO_TOKEN,
         do_sample=False,
         num_beams=1,
+        use_cache=with_cache,
         output_logits=True,
         return_dict_in_generate=True,
     )
