@@ -255,14 +255,6 @@ def dummy(group: ParallelGroup, kind: str, scheme: str, is_mixed: bool) -> dict[
     return run_dummy(split, config, RANK_MAX - 1)
 
 
-def refusal(group: ParallelGroup, family: str) -> str:
-    try:
-        shard_model(make_model(family), group, torch.device("cpu"))
-    except ModelRefused as error:
-        return str(error)
-    return "not refused"
-
-
 def refusals(group: ParallelGroup) -> list[str]:
     """Return the errors of experts that can't be shared evenly, whole or by columns."""
     errors = []
@@ -279,9 +271,7 @@ def refusals(group: ParallelGroup) -> list[str]:
     return errors
 
 
-CASES = {
-    case.__name__: case for case in (layer, collectives, model, dummy, uneven, refusal, refusals)
-}
+CASES = {case.__name__: case for case in (layer, collectives, model, dummy, uneven, refusals)}
 
 if __name__ == "__main__":
     serve(CASES)
