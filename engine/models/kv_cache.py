@@ -9,7 +9,7 @@ attention, but weight 0 does not cancel a NaN.
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from loradock.engine.errors import ModelRefused
 from loradock.engine.layout import next_power_of_two
 from loradock.engine.models.library.names import Cache, CacheLayerMixin, DummyLayer
+from loradock.engine.models.row_cache import RowCache
 
 IDLE_CAPACITY_MAX: Final = 4
 """Buffers are kept while they are at most this many times as large as the rows need."""
@@ -261,13 +262,12 @@ class StepShape(NamedTuple):
     column: int
 
 
-class BatchKVCache:
+class BatchKVCache(RowCache):
     """The keys and values of a batch, and the number of tokens of each row in them.
 
     In `cache`, every layer's keys and values are [rows, heads, width, head_dim], with the same
     width in all layers. The last `lengths[row]` columns are the row's own; the others are never
-    read. `offsets`: the position of a row's next token minus its length. It is not 0 if images
-    advance positions by a number other than their tokens. `prompt_lengths`: see `RowCache`.
+    read. `offsets` are not 0 if images advance positions by a number other than their tokens.
     """
 
     def __init__(
@@ -277,20 +277,9 @@ class BatchKVCache:
 
         `keeps_capacity`: buffers stay in place when rows leave, for static steps.
         """
+        super().__init__(lengths, offsets)
         self.cache = Cache(layer_class_to_replicate=GrowableKVLayer)
-        self.lengths = list(lengths)
-        self.prompt_lengths = list(lengths)
-        self.offsets = list(offsets) or [0] * len(self.lengths)
         self._keeps_capacity = keeps_capacity
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def positions(self) -> list[int]:
-        """The position of each row's next token."""
-        pairs = zip(self.lengths, self.offsets, strict=True)
-        return [length + offset for length, offset in pairs]
 
     @property
     def layers(self) -> list[GrowableKVLayer]:
@@ -312,10 +301,6 @@ class BatchKVCache:
         """The bytes of all layers' buffers."""
         return sum(layer.size_bytes for layer in self.layers)
 
-    def grow(self, tokens: int) -> None:
-        """Count `tokens` new tokens of every row, which the next forward writes."""
-        self.lengths = [length + tokens for length in self.lengths]
-
     def check_columns(self, width: int) -> None:
         """Raise `ModelRefused` unless every layer has keys and values of all rows and columns."""
         rows = len(self)
@@ -329,23 +314,19 @@ class BatchKVCache:
         if not self.layers:
             raise ModelRefused("the model fills no key/value cache; generation would start over")
 
-    def join(self, other: "BatchKVCache") -> None:
+    def join(self, other: Self) -> None:
         """Append the rows of `other`, which must not be used afterwards."""
         if self.layers:
             for layer, added in zip(self.layers, other.layers, strict=True):
                 layer.join(added)
         else:
             self.cache = other.cache
-        self.lengths += other.lengths
-        self.offsets += other.offsets
-        self.prompt_lengths += other.prompt_lengths
+        self._join_counts(other)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, and the columns that are then padding in every row."""
         is_whole = list(rows) == list(range(len(self)))
-        self.lengths = [self.lengths[row] for row in rows]
-        self.offsets = [self.offsets[row] for row in rows]
-        self.prompt_lengths = [self.prompt_lengths[row] for row in rows]
+        self._keep_counts(rows)
         if not rows:
             self._clear()
             return
@@ -360,7 +341,7 @@ class BatchKVCache:
                 layer.shrink_to_fit()
 
     def take(self, row: int) -> "BatchKVCache":
-        """Remove a row and return it in a cache of its own, without a fixed capacity."""
+        """Remove a row and return it in a separate cache, without a fixed capacity."""
         taken = BatchKVCache([self.lengths[row]], [self.offsets[row]])
         taken.prompt_lengths = [self.prompt_lengths[row]]
         taken.cache.layers = [layer.copy_of(row) for layer in self.cache.layers]

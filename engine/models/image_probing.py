@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused
-from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
-from loradock.engine.models.probes.observation import RecordedInput, input_hooks, share_inputs
-from loradock.engine.models.vision.encoder import (
+from loradock.engine.models.image_part import (
     GRID,
     PIXELS,
     SIZES,
@@ -25,6 +23,7 @@ from loradock.engine.models.vision.encoder import (
     ImageTensors,
     units_of,
 )
+from loradock.engine.models.observation import RecordedInput, error_max, input_hooks, share_inputs
 
 _DIGEST_WIDTH: Final = 8
 _SIDES: Final = ((2, 2), (2, 5))
@@ -41,7 +40,7 @@ class ObservedImageInputs:
     ) -> None:
         self._together = together
         self._alone = alone
-        self._error_max = ERRORS_MAX.get(dtype, ERROR_MAX_HALF)
+        self._error_max = error_max(dtype)
 
     def rows_per_unit(self, name: str) -> Fraction | None:
         """Return a layer's input rows per unit, or None if its rows do not stay apart."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loradock.engine.models.vision.image_inputs import (
+from loradock.engine.models.image_inputs import (
     ImageInputs,
     concatenate_padded,
     image_arguments,

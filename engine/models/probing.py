@@ -6,24 +6,15 @@ padded rows answer as they do alone.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from loradock.engine.errors import MODEL_CODE_ERRORS, ModelRefused
-from loradock.engine.models.caches.row_cache import RowCache
-from loradock.engine.models.probes.comparison import (
+from loradock.engine.errors import MODEL_CODE_ERRORS, ModelNotRun, ModelRefused
+from loradock.engine.models.image_inputs import ImageInputs, position_offsets
+from loradock.engine.models.observation import (
     ERRORS_MAX_GENERATED,
-    Aligned,
-    Compared,
-    RunFailed,
-    check_same,
-    located,
-    relative_difference,
-)
-from loradock.engine.models.probes.observation import (
     EVERY_TOKEN,
     LONG,
     SAMPLED_ROWS,
@@ -31,9 +22,11 @@ from loradock.engine.models.probes.observation import (
     TOGETHER,
     ObservedInputs,
     RowShapes,
+    check_same,
     recording,
+    relative_difference,
 )
-from loradock.engine.models.vision.image_inputs import ImageInputs, position_offsets
+from loradock.engine.models.row_cache import RowCache
 
 Forward = Callable[[Tensor, Any, Sequence[ImageInputs | None]], Tensor]
 """The signature of `CausalModel.forward`, whose second argument is a `RowCache`."""
@@ -65,9 +58,9 @@ class ProbeSpec(NamedTuple):
     `batch` describes the batch for an error text. `rows`: the input rows that a body layer may
     have. `is_tolerant`: layers with other rows are wrapped too, for batches of one adapter.
     `joined`: as `run`, with prompts that are prefilled apart and then joined. `whole`: the logits
-    after a text in one forward pass without a cache, [1, width]. `pads_right`: shorter prompts have
-    padding after them. `generated`: the logits after a prompt and after each step, by the model's
-    own loop, [1 + steps, width]. `is_last_resort`: used only if all other probes are refused.
+    after a text in one forward pass without a cache, [1, width]. `generated`: the logits after a
+    prompt and after each step, by the model's own loop, [1 + steps, width]. `is_last_resort`: used
+    only if all other probes are refused.
     """
 
     run: Callable[[Prompts, int], Tensor]
@@ -76,7 +69,6 @@ class ProbeSpec(NamedTuple):
     is_tolerant: bool = False
     joined: Callable[[Prompts, int], Tensor] | None = None
     whole: Callable[[Sequence[int]], Tensor] | None = None
-    pads_right: bool = False
     generated: GeneratedLogits | None = None
     is_last_resort: bool = False
 
@@ -100,13 +92,12 @@ def record_layer_inputs(
     except ModelRefused:
         raise
     except MODEL_CODE_ERRORS as error:
-        again = partial(_run_all, spec, prompts, token)
-        raise RunFailed(f" with {spec.batch}", error, again) from error
+        raise _not_run(error, f" with {spec.batch}") from error
     return observed
 
 
-def _run_all(spec: ProbeSpec, prompts: Prompts, token: int) -> None:
-    _compare(spec, spec.run(prompts, token), prompts, token)
+def _not_run(error: Exception, how: str = "") -> ModelNotRun:
+    return ModelNotRun(f"the model does not run{how}: {type(error).__name__}: {error}")
 
 
 def find_column_layers(
@@ -130,45 +121,21 @@ def _compare(spec: ProbeSpec, together: Tensor, prompts: Prompts, token: int) ->
     """Raise `ModelRefused` if rows differ from the same rows alone, or from a whole forward."""
     # In one norm: a classifier's row may be a single number that is nearly zero.
     alone = torch.stack([spec.run([prompt], token)[:, 0] for prompt in prompts], dim=1)
-    ways = [(spec.run, together, "a padded row")]
+    check_same(together, alone)
     if spec.joined is not None:
-        ways.append((spec.joined, spec.joined(prompts, token), "a joined row"))
-    for run, found, name in ways:
-        row = _worst_row(found, alone)
-        expected = partial(spec.run, [prompts[row]], token)
-        aligned = Aligned(row, len(prompts), spec.pads_right)
-        check_same(found, alone, name, Compared(partial(run, prompts, token), expected, aligned))
+        check_same(spec.joined(prompts, token), alone, "a joined row")
+    steps = steps_after(token)
     if spec.whole is not None:
-        _compare_whole(spec, spec.whole, alone[-1:], prompts, token)
+        whole = torch.cat([spec.whole([*prompt, *steps]) for prompt in prompts])[None]
+        check_same(alone[-1:], whole, "a cached row")
     if spec.generated is not None:
-        steps = steps_after(token)
         own = torch.stack([spec.generated(prompt, steps) for prompt in prompts], dim=1)
         result = "it is not what generate() computes"
-        check_same(alone, own.to(alone), "a cached row", None, result, ERRORS_MAX_GENERATED)
-
-
-def _compare_whole(
-    spec: ProbeSpec,
-    forward: Callable[[Sequence[int]], Tensor],
-    last: Tensor,
-    prompts: Prompts,
-    token: int,
-) -> None:
-    """Raise `ModelRefused` if the last steps differ from whole forwards; last: [1, rows, width]."""
-    texts = [[*prompt, *steps_after(token)] for prompt in prompts]
-    whole = torch.cat([forward(text) for text in texts])[None]
-    row = _worst_row(last, whole)
-    cached = partial(spec.run, [prompts[row]], token)
-    check_same(last, whole, "a cached row", Compared(cached, partial(forward, texts[row])))
-
-
-def _worst_row(found: Tensor, expected: Tensor) -> int:
-    """Return the row with the largest difference; both are [steps, rows, width]."""
-    return int((found.double() - expected.double()).norm(dim=-1).amax(dim=0).argmax())
+        check_same(alone, own.to(alone), "a cached row", result, ERRORS_MAX_GENERATED)
 
 
 def probe_prompts(vocab_size: int) -> tuple[list[list[int]], int]:
-    """Return two prompts of unlike lengths, and a token that follows both."""
+    """Return two prompts of different lengths, and a token that follows both."""
     tokens = [(7 * index + 3) % vocab_size for index in range(LONG + 1)]
     return [tokens[:SHORT], tokens[1:]], tokens[0]
 
@@ -231,7 +198,7 @@ def pooling_probe(forward: PoolingForward, dtype: torch.dtype) -> ProbeSpec:
         return torch.stack([forward(prompts), forward([[token]] * len(prompts))]).to(dtype)
 
     batch = "a right-padded batch (encoder-decoder models do not)"
-    return ProbeSpec(run, batch, SAMPLED_ROWS, pads_right=True)
+    return ProbeSpec(run, batch, SAMPLED_ROWS)
 
 
 def prefill_and_decode(
@@ -270,34 +237,22 @@ def is_bidirectional(states: PoolingForward, vocab_size: int) -> bool:
     """
     begin = [(7 * index + 3) % vocab_size for index in range(SHORT)]
     ends = ([(step * index + 5) % vocab_size for index in range(SHORT)] for step in (7, 11))
-    run = partial(_states_of_beginnings, states, begin, list(ends))
     try:
-        one, other = run()
+        one, other = (states([[*begin, *end]])[0, 1:SHORT] for end in ends)
     except MODEL_CODE_ERRORS as error:
-        raise RunFailed("", error, run) from error
+        raise _not_run(error) from error
     return relative_difference(one, other) > _ROUNDING.get(one.dtype, _ROUNDING_HALF)
 
 
-def _states_of_beginnings(states: PoolingForward, begin: list[int], ends: Prompts) -> list[Tensor]:
-    return [states([[*begin, *end]])[0, 1:SHORT] for end in ends]
-
-
 def check_rows_alone(
-    model: nn.Module,
-    whole: WholeForward,
-    forward: Forward,
-    make_cache: MakeCache,
-    vocab_size: int,
+    whole: WholeForward, forward: Forward, make_cache: MakeCache, vocab_size: int
 ) -> None:
     """Raise `ModelRefused` for a model whose rows, run one by one, are not what `generate` means.
 
     `whole` returns the logits after each token of a text.
     """
-    try:
-        _check_causal(whole, vocab_size)
-        _check_separate(forward, make_cache, vocab_size)
-    except ModelRefused as refusal:
-        raise located(refusal, model) from refusal
+    _check_causal(whole, vocab_size)
+    _check_separate(forward, make_cache, vocab_size)
 
 
 def _check_causal(whole: WholeForward, vocab_size: int) -> None:
@@ -307,12 +262,11 @@ def _check_causal(whole: WholeForward, vocab_size: int) -> None:
     try:
         logits, shorter = whole(both), whole(begin)
     except MODEL_CODE_ERRORS as error:
-        raise RunFailed("", error, partial(whole, both)) from error
+        raise _not_run(error) from error
     if len(logits) == len(both):
-        compared = Compared(partial(whole, both), partial(whole, begin), Aligned(at_start=True))
-        same = (logits[len(begin) - 1], shorter[-1])
+        same = logits[len(begin) - 1], shorter[-1]
         result = "its tokens depend on later ones, so it can't continue a text from cached states"
-        check_same(*same, "with more tokens after it a row", compared, result)
+        check_same(*same, "with more tokens after it a row", result)
 
 
 def _check_separate(forward: Forward, make_cache: MakeCache, vocab_size: int) -> None:
@@ -329,6 +283,4 @@ def _check_separate(forward: Forward, make_cache: MakeCache, vocab_size: int) ->
                 forward(torch.tensor([[step]]), cache, ())
         return last
 
-    found, expected = partial(after, begin), partial(after, text)
-    compared = Compared(found, expected, Aligned(last=1 + len(steps)))
-    check_same(found(), expected(), "after another row a row", compared)
+    check_same(after(begin), after(text), "after another row a row")

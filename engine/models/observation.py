@@ -1,4 +1,4 @@
-"""Observed inputs of layers during a probe: their shapes, and which layers share one."""
+"""What a probe observes: the inputs of layers, which layers share one, and different results."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,51 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loradock.engine.models.probes.comparison import ERROR_MAX_HALF
+from loradock.engine.errors import ModelRefused
+
+ERRORS_MAX: Final = {torch.float64: 1e-3, torch.float32: 1e-3}
+"""The relative norm by which a padded row can differ from the same row alone."""
+
+ERROR_MAX_HALF: Final = 0.1
+"""The same for 16-bit models, where rounding alone causes a few hundredths."""
+
+ERRORS_MAX_GENERATED: Final = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""The relative norm by which a row alone can differ from the model's own `generate`.
+
+Both compute the same products, which differ by their rounding alone.
+"""
+
+
+def error_max(dtype: torch.dtype) -> float:
+    """Return the relative norm by which results in a dtype can differ."""
+    return ERRORS_MAX.get(dtype, ERROR_MAX_HALF)
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Return the relative norm of the difference, computed in float64."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def check_same(
+    found: Tensor,
+    expected: Tensor,
+    row: str = "a padded row",
+    result: str = "the model can't be batched",
+    errors_max: Mapping[torch.dtype, float] = ERRORS_MAX,
+) -> None:
+    """Raise `ModelRefused` if rows differ from the same rows alone.
+
+    `row` describes them, and `result` what follows from that. `errors_max`: the relative norm of
+    the difference that is allowed, by dtype; `ERROR_MAX_HALF` for others.
+    """
+    allowed = errors_max.get(expected.dtype, ERROR_MAX_HALF)
+    error = relative_difference(found, expected)
+    if not error <= allowed:
+        raise ModelRefused(
+            f"{row}'s results differ from the row alone (relative norm {error:.1e}, at most "
+            f"{allowed:.0e}); {result}"
+        )
+
 
 SHORT: Final = 7
 LONG: Final = 16

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from loradock.engine.errors import NotResident
 from loradock.engine.kernels import choose_kernels
-from loradock.engine.models.vision.encoder import units_of
-from loradock.engine.models.vision.image_inputs import ImageInputs
-from loradock.engine.models.vision.mapping import ImageMapper, ImagePunicaWrapper
+from loradock.engine.models.image_inputs import ImageInputs
+from loradock.engine.models.image_part import ImageMapper, ImagePunicaWrapper, units_of
 from loradock.engine.punica import LoRAMapping, MappingType
 
 LAYOUT = (5, 6, None)

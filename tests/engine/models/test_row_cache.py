@@ -5,7 +5,7 @@ import torch
 from transformers import Lfm2Config
 
 from loradock.engine.errors import ModelRefused
-from loradock.engine.models.caches.state_cache import StateCache, own_cache
+from loradock.engine.models.row_cache import StateCache, own_cache
 from tests.support.models.causal_configs import build_config
 
 CONFIG = Lfm2Config(

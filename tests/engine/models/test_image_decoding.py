@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from loradock.engine.errors import Malformed
-from loradock.engine.models.vision import decoding
-from loradock.engine.models.vision.decoding import (
+from loradock.engine.models import image_processor
+from loradock.engine.models.image_processor import (
     FORMATS,
     PIXELS_MAX,
     SIDE_MAX,
@@ -137,7 +137,7 @@ def test_a_file_that_can_not_be_read_is_refused_with_the_reason(case: str) -> No
 
 
 def test_nothing_is_decoded_before_its_size_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "PIXELS_MAX", 34)
+    monkeypatch.setattr(image_processor, "PIXELS_MAX", 34)
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("decoded"))
     for whole in WHOLE:
         with pytest.raises(Malformed, match="23 x 17 pixels; at most 34"):
@@ -146,9 +146,9 @@ def test_nothing_is_decoded_before_its_size_is_known(monkeypatch: pytest.MonkeyP
 
 def test_a_prompts_images_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [png(picture(4, 5, seed)) for seed in range(3)]
-    monkeypatch.setattr(decoding, "PROMPT_PIXELS_MAX", 60)
+    monkeypatch.setattr(image_processor, "PROMPT_PIXELS_MAX", 60)
     assert [image.size for image in open_images(files)] == [(4, 5)] * 3
-    monkeypatch.setattr(decoding, "PROMPT_PIXELS_MAX", 59)
+    monkeypatch.setattr(image_processor, "PROMPT_PIXELS_MAX", 59)
     with pytest.raises(Malformed, match="first 3 of 3 images have 60 pixels; at most 59"):
         open_images(files)
 

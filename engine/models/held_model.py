@@ -7,6 +7,7 @@ order: `index_mapping` for layers that see every token, `prompt_mapping` for tho
 per sample.
 """
 
+import warnings
 from typing import Final
 
 import torch
@@ -14,25 +15,55 @@ from torch import Tensor, nn
 
 from loradock.engine.adapters.target import Equivalence
 from loradock.engine.config import LoRAConfig
-from loradock.engine.errors import ModelRefused
+from loradock.engine.errors import ModelNotRun, ModelRefused
 from loradock.engine.layers import (
     CONVOLUTION_WRAPPERS,
     VocabParallelEmbeddingWithLoRA,
     wrappers_for,
 )
 from loradock.engine.layers.convolution import refusal_of
+from loradock.engine.models.image_part import ImageMapper
 from loradock.engine.models.library.names import PreTrainedModel
+from loradock.engine.models.observation import ALIGNED_ROWS
+from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.models.preparation import (
+    CLASSIFIERS,
     WrapScope,
     module_shapes,
     prepare_unprobed,
 )
-from loradock.engine.models.probes.batching import ProbeSpec, Prompts
-from loradock.engine.models.probes.observation import ALIGNED_ROWS
+from loradock.engine.models.probing import ProbeSpec, Prompts
 from loradock.engine.models.served_model import BasePaths, ServedModel
-from loradock.engine.models.vision.mapping import ImageMapper
 
 _TOKENS: Final = 16
+
+
+def prepare_loaded(model: nn.Module, lora_config: LoRAConfig) -> ServedModel:
+    """Prepare a model that was loaded elsewhere: for the task of its head, or as it is.
+
+    Warns if a text model does not run with token ids alone, so that it is taken as it is.
+    """
+    if isinstance(model, PreTrainedModel) and _embeds_tokens(model):
+        try:
+            return _prepare_text_model(model, lora_config)
+        except ModelNotRun as error:
+            warnings.warn(f"the model is taken as it is, not tried out: {error}", stacklevel=5)
+    return PlainModel(model, lora_config)
+
+
+def _prepare_text_model(model: PreTrainedModel, lora_config: LoRAConfig) -> ServedModel:
+    if model.get_output_embeddings() is not None:
+        return HeldTextModel(model, lora_config)
+    is_classifier = any(name in CLASSIFIERS for name, _ in model.named_children())
+    return PoolingModel(model, lora_config, task="classify" if is_classifier else "embed")
+
+
+def _embeds_tokens(model: PreTrainedModel) -> bool:
+    """Return whether a model of `transformers` reads text."""
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except (AttributeError, NotImplementedError):
+        return False
 
 
 class HeldTextModel(ServedModel):
