@@ -19,7 +19,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu rehearse replay sim sim-bugs histories diagrams options supported parity matrix walk rules coverage clean
+.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire damages gpu rehearse replay sim sim-bugs histories diagrams options supported parity matrix walk rules coverage clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -143,6 +143,9 @@ diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 
 wire: $(STAMP)  ## write the messages of docs/wire.md
 	$(BIN)/python -m tests.wire_format
+
+damages: $(STAMP)  ## write the table of damaged logs in docs/operating.md
+	$(BIN)/python -m tests.support.simulation.log_damages
 
 options: $(STAMP)  ## write docs/options.md
 	$(BIN)/python -m tests.option_page
