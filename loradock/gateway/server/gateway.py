@@ -19,6 +19,7 @@ from loradock.gateway.adapters.sources import (
 from loradock.gateway.inference.adapter_files import AdapterFiles
 from loradock.gateway.inference.model_files import read_model_files
 from loradock.gateway.inference.service import Service
+from loradock.gateway.inference.workers import Workers
 from loradock.gateway.options import GatewayConfig
 from loradock.gateway.page import Live
 from loradock.gateway.recorder import Recorder
@@ -70,8 +71,9 @@ class Gateway:
         self._adapter_files = AdapterFiles(
             models, files, config.adapter_roots, has_template=bool(config.chat_template)
         )
+        self._workers = Workers()
         self.service: Final = Service(
-            self.client, models, self.recorder, self._adapter_files, timeout_s
+            self.client, models, self.recorder, self._adapter_files, self._workers, timeout_s
         )
         self.spans: Traces | None = None
         if tracer is not None:
@@ -95,6 +97,7 @@ class Gateway:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                self._workers.close()
                 await self._adapter_files.process.close()
                 failed.cancel()
 
