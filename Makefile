@@ -83,6 +83,9 @@ soak: $(STAMP)  ## run a server under load and print what grows (MINUTES=60)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak \
 	  --minutes $(or $(MINUTES),$(and $(HOURS),$(shell echo $$((60 * $(HOURS))))),60)
 
+hostile-load: $(STAMP)  ## print by how many ms hostile HTTP clients delay others (SECONDS=5)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hostile --seconds $(or $(SECONDS),5)
+
 disturb: $(STAMP)  ## kill, stop and step the clock of real processes under load (DISTURBANCES=10000)
 	OMP_NUM_THREADS=1 LORADOCK_DISTURBANCES=$(or $(DISTURBANCES),10000) \
 	  $(BIN)/python -m pytest tests/controller/server/test_server_crashes.py -p no:xdist

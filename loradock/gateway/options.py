@@ -188,7 +188,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         option(
             "Largest number of HTTP connections. Beyond it, one that waits for its next request "
             "is closed for a new one, or the new one is refused.",
-            flag="--http-connections-max",
+            flag="--http-connections",
             ge=1,
         ),
     ] = 4096

@@ -89,11 +89,11 @@ LONG_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "echo of token ids": ("/v1/completions", {"prompt": [[65] * 30_000] * 8, "echo": True}),
     "tokenize": ("/tokenize", {"prompt": LONG, "return_token_strs": True}),
     "detokenize": ("/detokenize", {"tokens": [65] * 200_000}),
-    "chat": ("/v1/chat/completions", chat(LONG)),
+    "chat": ("/v1/chat/completions", chat(LONG[:-100])),
     "chat of parts": ("/v1/chat/completions", chat(MANY_PARTS)),
     "tokenized chat": ("/tokenize", chat(LONG[:-100])),
-    "responses": ("/v1/responses", {"input": LONG}),
-    "messages": ("/v1/messages", {"model": "upper", "max_tokens": 1, **chat(LONG)}),
+    "responses": ("/v1/responses", {"input": LONG[:-100]}),
+    "messages": ("/v1/messages", {"model": "upper", "max_tokens": 1, **chat(LONG[:-100])}),
     "count of messages": ("/v1/messages/count_tokens", {"model": "upper", **chat(LONG[:-100])}),
 }
 
