@@ -19,7 +19,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams options supported parity matrix walk rules coverage clean
+.PHONY: help setup demo sentences manifests quantization test check bench soak hostile-load disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams options supported parity matrix walk rules coverage clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12

@@ -1,9 +1,9 @@
 """`make hostile-load`: the milliseconds by which hostile HTTP clients delay others.
 
-A gateway process in front of a stand-in for the controller is asked for `/health` every 5 ms: alone,
-and while clients send each of `ATTACKS` again and again. Every stream waits for the same event loop,
-so its gaps grow by as much. The figures are the median, the 99th percentile and the longest of the
-answers; the last line is an attack of all kinds at once. Figures of a busy machine say little.
+A gateway process in front of a stand-in for the controller is asked for `/health` every 5 ms:
+alone, and while clients send each of `ATTACKS` again and again. Every stream waits for the same
+event loop, so its gaps grow by as much. The figures are the median, the 99th percentile and the
+longest of the answers; the last line is all attacks at once. Figures of a busy machine say little.
 """
 
 import argparse

@@ -271,7 +271,9 @@ def header_of(scope: Scope, name: bytes) -> str:
     return ""
 
 
-async def read_body(scope: Scope, receive: Receive, bytes_max: int, timeout_s: float) -> bytes:
+async def read_body(
+    scope: Scope, receive: Receive, bytes_max: int, timeout_s: float
+) -> bytes | bytearray:
     """Return the whole body; raises `HttpError` if it is too long or arrives too slowly."""
     connection = connection_of(scope)
     if connection is not None and connection.has_received_all:
@@ -286,29 +288,29 @@ async def read_body(scope: Scope, receive: Receive, bytes_max: int, timeout_s: f
         raise HttpError(408, f"the body did not arrive within {timeout_s:g} s") from error
 
 
-async def _read(receive: Receive, bytes_max: int) -> bytes:
-    parts: list[bytes] = []
-    size, more = 0, True
+async def _read(receive: Receive, bytes_max: int) -> bytes | bytearray:
+    # A long body is never copied as a whole.
+    body = bytearray()
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Disconnected
         part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > bytes_max:
+        if len(body) + len(part) > bytes_max:
             raise _too_long(bytes_max)
         more = message.get("more_body", False)
-        if not more and not parts:
+        if not more and not body:
             return part
-        parts.append(part)
-    return b"".join(parts)
+        body += part
+    return body
 
 
 def _too_long(bytes_max: int) -> HttpError:
     return HttpError(413, f"the body is too long; at most {bytes_max} bytes are read")
 
 
-async def check_values(body: bytes) -> None:
+async def check_values(body: bytes | bytearray) -> None:
     """Raise `HttpError` for JSON of so many values that decoding it would stop the event loop.
 
     Strings are counted as if they were JSON.
@@ -336,7 +338,7 @@ def check_json_type(scope: Scope) -> None:
         )
 
 
-def decode(decoder: "msgspec.json.Decoder[Body]", body: bytes) -> Body:
+def decode(decoder: "msgspec.json.Decoder[Body]", body: bytes | bytearray) -> Body:
     """Return the decoded body; raises `HttpError` for one that is not as documented.
 
     Only the main thread may call it: its stack suffices for the depth at which decoding stops.

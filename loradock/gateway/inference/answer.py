@@ -36,7 +36,8 @@ from loradock.gateway.recorder import unix_seconds
 from loradock.messages.requests import TokensStreamed
 
 _LOGPROB_SIZE: Final = 32
-"""The characters that showing the most likely tokens at a place takes as long as."""
+_CHOICE_SIZE: Final = 64
+"""The characters that showing the most likely tokens at a place, and a choice, take as long as."""
 
 Event = dict[str, Any]
 """An event of a protocol; `type` is its name."""
@@ -158,8 +159,9 @@ class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
 
 
 def _size_of(choices: Sequence[TokensStreamed]) -> int:
-    """Return a number of characters that showing log-probabilities takes as long as."""
-    return _LOGPROB_SIZE * sum(len(one.logprobs) + len(one.prompt_logprobs) for one in choices)
+    """Return a number of characters that showing choices takes as long as."""
+    places = sum(len(one.logprobs) + len(one.prompt_logprobs) for one in choices)
+    return _LOGPROB_SIZE * places + _CHOICE_SIZE * (len(choices) - 1)
 
 
 class Chat(Struct, frozen=True):

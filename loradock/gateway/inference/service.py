@@ -38,6 +38,9 @@ CHOICES_PER_REQUEST_MAX: Final = 2048
 CHARACTERS_MAX: Final = 4 * PROMPT_CHARACTERS_MAX
 """Bound on the characters of all prompts of a request whose tokens the gateway needs."""
 
+_STARTS_PER_STEP: Final = 32
+"""The generations of a request that are started before other tasks run."""
+
 _TEXTS_MAX: Final = 4096
 
 Pooled = TypeVar("Pooled", Embedding, Classification)
@@ -311,8 +314,10 @@ class Service:
         check_choices(len(starts) * count)
         generations: list[AsyncGeneration] = []
         try:
-            for one in starts:
+            for number, one in enumerate(starts, 1):
                 generations += [await self._start_one(adapter, one)]
+                if number % _STARTS_PER_STEP == 0:
+                    await asyncio.sleep(0)
                 self.recorder.on_generation(count, one.sampling.get("max_tokens"))
             return Run(generations, self.recorder, count)
         except BaseException:
