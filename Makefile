@@ -19,7 +19,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire damages gpu rehearse replay sim sim-bugs histories diagrams options supported parity matrix walk rules coverage clean
+.PHONY: $(shell grep -ohE '^[a-z][a-z-]*:' $(MAKEFILE_LIST) | tr -d :)
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -82,6 +82,9 @@ bench: $(STAMP)  ## measure and print the tables (ONLY=control for one group)
 soak: $(STAMP)  ## run a server under load and print what grows (MINUTES=60)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak \
 	  --minutes $(or $(MINUTES),$(and $(HOURS),$(shell echo $$((60 * $(HOURS))))),60)
+
+hostile-load: $(STAMP)  ## print by how many ms hostile HTTP clients delay others (SECONDS=5)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hostile --seconds $(or $(SECONDS),5)
 
 disturb: $(STAMP)  ## kill, stop and step the clock of real processes under load (DISTURBANCES=10000)
 	OMP_NUM_THREADS=1 LORADOCK_DISTURBANCES=$(or $(DISTURBANCES),10000) \
