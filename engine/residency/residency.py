@@ -41,6 +41,7 @@ from loradock.messages.ids import (
     PINNED,
     AdapterId,
     AdapterState,
+    Generation,
     OpId,
     Slot,
 )
@@ -98,6 +99,8 @@ class Residency:
         self._pins = pins
         self._in_flight: dict[OpId, AdapterId] = {}
         self._copies: dict[Slot, commands.WriteSlot] = {}
+        # The generation of each slot that was reported as reset and still has its adapter.
+        self._vacated: dict[Slot, Generation] = {}
         self._handlers: Final[dict[type, Callable[[Any], None]]] = {
             commands.CheckAdapter: self.check_adapter,
             commands.LoadWeights: self.load_weights,
@@ -105,7 +108,7 @@ class Residency:
             commands.UnstageWeights: self.unstage_weights,
             commands.WriteSlot: self.write_slot,
             commands.ResetSlot: self.reset_slot,
-            commands.PreemptSlot: self.reset_slot,
+            commands.PreemptSlot: self.vacate_slot,
             commands.DropWeights: self.drop_weights,
             commands.SetMapping: self.set_mapping,
         }
@@ -248,19 +251,43 @@ class Residency:
     def write_slot(self, command: commands.WriteSlot) -> None:
         """Start to copy a blob into a slot; the slot is published once the copy is complete."""
         _, blob = self._require_staged(command.adapter_id)
-        self.arena.begin_write(command.slot, command.generation, blob)
+        self._make_way(command.adapter_id, blob)
+        replaced = self._vacated.get(command.slot, 0)
+        self.arena.begin_write(command.slot, command.generation, blob, replaced)
         self._in_flight[command.op] = command.adapter_id
         self._copies[command.slot] = command
         if self.arena.is_copied(command.slot):
             self._finish_copy(command.slot)
 
-    def reset_slot(self, command: commands.ResetSlot | commands.PreemptSlot) -> None:
-        """Clear a slot; sequences that use it and are not suspended fail at the next step."""
-        self.arena.reset(command.slot, command.generation)
+    def reset_slot(self, command: commands.ResetSlot) -> None:
+        """Clear a slot; sequences that use it fail at the next step."""
+        self.vacate_slot(command)
+        self._clear(command.slot)
+
+    def vacate_slot(self, command: commands.ResetSlot | commands.PreemptSlot) -> None:
+        """Report a slot as reset; it keeps its adapter until the copy of another one is complete.
+
+        So the sequences that leave the slot are computed during that copy.
+        """
+        if command.slot in self._vacated:
+            self._clear(command.slot)
+        self.arena.check_generation(command.slot, command.generation)
         adapter = self.host_adapters[self.residents[command.slot] or BASE_MODEL]
         adapter.slot, adapter.generation = NO_SLOT, 0
-        self.residents[command.slot] = None
+        self._vacated[command.slot] = command.generation
         self._report(reports.SlotReset(command.op))
+
+    def _make_way(self, adapter_id: AdapterId, blob: Blob) -> None:
+        """Clear the vacated slots with this adapter, and all if there is no hole for its blob."""
+        has_hole = self.arena.has_hole(blob.size_bytes)
+        for slot in tuple(self._vacated):
+            if not has_hole or self.residents[slot] == adapter_id:
+                self._clear(slot)
+
+    def _clear(self, slot: Slot) -> None:
+        """Clear a vacated slot."""
+        self.arena.reset(slot, self._vacated.pop(slot))
+        self.residents[slot] = None
 
     def drop_weights(self, command: commands.DropWeights) -> None:
         """Forget an adapter; L010 while it is in a slot or one of its operations is unfinished."""
@@ -271,6 +298,8 @@ class Residency:
     def set_mapping(self, command: commands.SetMapping) -> None:
         """Confirm a batch's active set: every slot has the generation that is named."""
         for reference in command.active:
+            if reference.slot in self._vacated:
+                self._clear(reference.slot)
             self.arena.check_generation(reference.slot, reference.generation)
         self._report(reports.MappingSet(command.op))
 
@@ -297,6 +326,8 @@ class Residency:
     def _finish_copy(self, slot: Slot) -> None:
         command = self._copies.pop(slot)
         del self._in_flight[command.op]
+        if slot in self._vacated:
+            self._clear(slot)
         try:
             self.arena.finish_write(slot)
         except Exception as error:
