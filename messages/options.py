@@ -47,10 +47,10 @@ def option(
     """Return the annotation of an option's field; `more` are fields of `Declaration`.
 
     `ge` and `le` bound the value, in the unit of the field. `default`: what a command uses if it
-    differs from the field's. `names`: the numbers that can be set, by their names. `flags`: all names if there are several, between commas, or with a
-    slash before the name that switches off. `former`: the flag of earlier versions, which errors
-    correct. `is_common`: shown by `--help`, not only by
-    `--help-all`. A secret has no environment variable.
+    differs from the field's. `names`: the numbers that can be set, by their names. `flags`: all
+    names if there are several, between commas, or with a slash before the name that switches off.
+    `former`: the flag of earlier versions, which errors correct. `is_common`: shown by `--help`,
+    not only by `--help-all`. A secret has no environment variable.
     """
     return Meta(description=help_, ge=ge, le=le, extra={"option": Declaration(**more)})
 

@@ -465,6 +465,8 @@ def _admit_queued(context: Context) -> None:
     for tier, queue in world.queues.by_tier.items():
         while queue:
             adapter = world.adapters[queue[0][1]]
+            if tier == "device" and context.limits.turn_tokens:
+                adapter = _next_for_slot(context, adapter)
             if not capacity.fits(context, adapter, tier):
                 _make_room(context, tier)
                 if tier == "device" and context.limits.takes_turns:
@@ -472,6 +474,21 @@ def _admit_queued(context: Context) -> None:
                 break
             context.leave_queue(adapter, world.adapters.get(context.departed))
             _enter(context, adapter, tier)
+
+
+def _next_for_slot(context: Context, first: Adapter) -> Adapter:
+    """Return the adapter that has the next slot: `first` in the queue, or the first new one.
+
+    Every other slot is for an adapter with a request that no token was generated of, if one waits:
+    first tokens don't wait for a turn of each suspended adapter.
+    """
+    world = context.world
+    if world.next_generation % 2 and not first.held:
+        for _, adapter_id in world.queues.by_tier["device"]:
+            adapter = world.adapters[adapter_id]
+            if not world.has_suspended(adapter) and capacity.fits(context, adapter, "device"):
+                return adapter
+    return first
 
 
 def _make_room(context: Context, tier: TierName) -> None:

@@ -120,7 +120,9 @@ class Arena:
     def begin_write(self, slot: int, generation: int, blob: Blob, replaces: int = 0) -> None:
         """Allocate an extent for `slot` and begin to copy `blob` into it; publishes nothing.
 
-        replaces: the generation in the slot that will be reset before `finish_write`. Raises `DeviceOutOfMemory`, `Conflict` if the slot is in use or `generation` is not above
+        replaces: the generation in the slot that will be reset before `finish_write`.
+
+        Raises `DeviceOutOfMemory`, `Conflict` if the slot is in use or `generation` is not above
         the slot's last, and `ValueError` for a blob that was staged for another arena.
         """
         self._check_slot(slot)

@@ -170,7 +170,8 @@ class GenerationScheduler:
         self._generations.resend(request_id)
 
     def collect(self) -> None:
-        """Move sequences whose prompts have been processed to the queue."""
+        """Move sequences whose prompts have been processed to the queue, and follow the slots."""
+        self._follow_slots()
         if not len(self._prefetcher):
             return
         for sequence, future in self._prefetcher.collect(self._ready):
