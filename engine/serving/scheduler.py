@@ -199,7 +199,9 @@ class GenerationScheduler:
         waiting = Waiting(self._waiting, self._sequences_max, single, self._is_resident)
         if self.batch.admit(waiting):
             self._prefill_singly = max(0, self._prefill_singly - 1)
+        self.batch.budget.begin_step()
         self.batch.step()
+        self.batch.budget.end_step()
 
     def on_tokens(self, sequences: list[Sequence], tokens: list[int]) -> list[int]:
         """Append a token to each sequence; return the indices of those that continue."""

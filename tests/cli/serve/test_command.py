@@ -46,10 +46,8 @@ def sample(option: Option) -> str:
         return SAMPLES[option.flag[2:].replace("-", "_")]
     if option.field in SAMPLES:
         return SAMPLES[option.field]
-    if option.names:
-        return option.names[-1][0]
-    if option.choices:
-        return str(next(one for one in reversed(option.choices) if one != option.default))
+    if choices := option.choices or dict(option.names):
+        return str(next(one for one in reversed(choices) if one != option.default))
     if option.kind is bool:
         return ""
     if option.kind is str:
