@@ -54,7 +54,7 @@ class WeightsUnstaged(_Report, frozen=True):
 
 
 class SlotWritten(_Report, frozen=True):
-    """The slot's directory row points at the adapter's complete copy."""
+    """The slot has the adapter's complete copy, which the next forward pass can use."""
 
 
 class SlotReset(_Report, frozen=True):

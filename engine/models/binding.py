@@ -12,8 +12,8 @@ import torch
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import DEFAULTS, choose_kernels
 from loradock.engine.layout import rank_parts_max
+from loradock.engine.models.image_part import IMAGE_PARTS, ImagePunicaWrapper
 from loradock.engine.models.served_model import ServedModel
-from loradock.engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrapper
 from loradock.engine.punica.side_stream import SideStream
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.residency.arena import Arena

@@ -107,6 +107,10 @@ class Arena:
         """The bytes that no extent has; a blob of at most this size can be written."""
         return self._extents.free_bytes
 
+    def has_hole(self, size_bytes: int) -> bool:
+        """Return whether a blob of this size can be written without moving others."""
+        return self._extents.has_hole(size_bytes)
+
     def close(self) -> None:
         """Wait for running copies; the arena is not written after that."""
         self._copier.close()
@@ -140,6 +144,18 @@ class Arena:
     def is_copied(self, slot: int) -> bool:
         """Return whether the slot's unfinished write was copied, or failed; never blocks."""
         return self._write(slot).copy.is_done()
+
+    def is_copied_well(self, slot: int) -> bool:
+        """Return whether the slot's unfinished write was copied, and did not fail; never blocks."""
+        copy = self._write(slot).copy
+        if not copy.is_done():
+            return False
+        try:
+            copy.wait()
+        except Exception:
+            # `finish_write` raises it again.
+            return False
+        return True
 
     def finish_write(self, slot: int) -> None:
         """Wait for the copy of the slot's unfinished write, and publish the slot's row.

@@ -292,7 +292,7 @@ class EngineProcess:
             return
         self._scheduler.note("engine")
         worker = self.worker
-        worker._receive()
+        worker._receive(self.engine.submit)
         self.engine.step()
         worker._report()
         worker._send_beat_or_resync()
