@@ -12,7 +12,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from loradock.client import AsyncClient
@@ -189,13 +188,16 @@ def test_a_copy_of_a_refused_frame_is_never_executed(tmp_path: Path) -> None:
 
 def _settle(session: Session, raw: RawClient, request: Request) -> tuple[ClientCall, list[bytes]]:
     """Return a call with its answer, and the frames that were sent for it."""
-    call, sent = session.begin(request, time.monotonic(), HANG_S), []
+    now, sent = 0.0, []
+    call = session.begin(request, now, HANG_S)
     while not call.settled:
-        for frame in session.due(time.monotonic()):
+        for frame in session.due(now):
             raw.send(frame)
             sent.append(frame)
         if raw.socket.poll(50):
-            session.receive(raw.receive(), time.monotonic())
+            session.receive(raw.receive(), now)
+        else:
+            now += 0.05
     return call, sent
 
 
