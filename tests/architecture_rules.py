@@ -149,8 +149,8 @@ ROOMS: Final = (
     ),
     Room(
         "gateway.page",
-        ("gateway.page",),
-        ("messages", "client", "gateway.http", "gateway.adapters"),
+        ("gateway.page", "gateway.rates"),
+        ("messages", "client", "gateway", "gateway.http", "gateway.adapters"),
         ("msgspec", "starlette"),
     ),
     _package(

@@ -135,7 +135,7 @@ class InProcessEngine:
             engine_id="in process",
             pid=0,
             model="",
-            slots_max=len(self.residency.residents),
+            max_loras=len(self.residency.residents),
             device_bytes_max=self.residency.arena.capacity_bytes,
             adapters=self.residency.inventory(),
         )

@@ -117,8 +117,8 @@ class LoRAModelManager(ManagerAttributes):
         self._closed = False
         self._displaced: dict[str, None] = {}
         limits = Limits(
-            slots_max=self.lora_slots,
-            host_adapters_max=self.capacity,
+            max_loras=self.lora_slots,
+            max_cpu_loras=self.capacity,
             host_bytes_max=_UNBOUNDED,
             pinned_bytes_max=_UNBOUNDED,
             device_bytes_max=engine.residency.arena.capacity_bytes,

@@ -52,8 +52,8 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
     copier = copier_for(model.device)
     if not model.group.is_trivial:
         copier = CollectiveCopier(copier, model.group)
-    slots_max, dtype = config.max_loras, config.dtype
-    arena = Arena(slots_max, model.shapes, device_bytes_max, dtype, model.device, copier)
+    max_loras, dtype = config.max_loras, config.dtype
+    arena = Arena(max_loras, model.shapes, device_bytes_max, dtype, model.device, copier)
     options: dict[str, Any] = {
         "has_saved_layers": arena.has_saved_layers,
         "specialize_active": config.specialize_active_lora,

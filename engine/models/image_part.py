@@ -137,7 +137,7 @@ class ImagePunicaWrapper(PunicaWrapper):
     """
 
     units: int = 0
-    _slots_max: int = 0
+    _max_loras: int = 0
     _is_base: bool = True
     _latest: Groups | None = None
 
@@ -158,14 +158,14 @@ class ImagePunicaWrapper(PunicaWrapper):
         if self._latest is None or self._latest.tokens != rows:
             nothing = torch.empty(0, dtype=torch.int64)
             slots = self._slots_of_rows(rows)
-            self._latest = self.grouper.group(slots, nothing, self._slots_max).tokens
+            self._latest = self.grouper.group(slots, nothing, self._max_loras).tokens
             # On a device the tables of the groups before were overwritten.
             self.batch = object()
         return self._latest if self._latest.spans else None
 
-    def _group(self, token_slots: Tensor, prompt_slots: Tensor, slots_max: int) -> None:
+    def _group(self, token_slots: Tensor, prompt_slots: Tensor, max_loras: int) -> None:
         """Defer grouping to the first layer, whose input shows the number of rows."""
-        self._latest, self._slots_max = None, slots_max
+        self._latest, self._max_loras = None, max_loras
         self._is_base = not bool((torch.cat([token_slots, prompt_slots]) >= 0).any())
 
     def _slots_of_rows(self, rows: int) -> Tensor:

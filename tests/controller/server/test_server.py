@@ -181,7 +181,8 @@ def test_a_torn_tail_is_cut_and_reported(directory: Path) -> None:
         file.write(segment.read_bytes()[-30:-3])
     with controller(directory) as process, RawClient(directory) as client:
         assert client.status().seq == before.last_seq + 1
-        assert "a torn tail was cut" in process.output()
+        assert "an unfinished record was cut" in process.output()
+        assert f"kept_in={segment}.0.cut" in process.output()
         assert "bytes=27" in process.output()
     assert verify(directory / "log").torn_bytes == 0
 
@@ -212,7 +213,7 @@ def test_each_start_has_a_greater_epoch_and_logs_it(directory: Path) -> None:
 
 
 def test_a_restart_with_other_limits_synchronises_with_the_engine(directory: Path) -> None:
-    more = msgspec.structs.replace(LIMITS, slots_max=5, host_adapters_max=9)
+    more = msgspec.structs.replace(LIMITS, max_loras=5, max_cpu_loras=9)
     with StandInEngine(directory, "e", ENGINE_PID) as engine, RawClient(directory) as client:
         with controller(directory, checked=True) as process:
             for name in "abc":
