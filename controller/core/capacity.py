@@ -169,7 +169,7 @@ def find_victim(
     for accepts in kinds:
         for group in [(state,) for state in states] if context.state_by_state else [states]:
             candidates = _candidates(context, group, tier, missing, accepts)
-            if accepts is _is_only_leased and context.limits.slot_quantum_ms:
+            if accepts is _is_only_leased and context.limits.takes_turns:
                 candidates = iter(sorted(candidates, key=attrgetter("state_since_ns")))
             victim = context.policy(candidates)
             if victim is not None:
@@ -258,7 +258,7 @@ def permanent_shortage_of_batch(context: Context, adapters: tuple[Adapter, ...])
     for tier in TIERS[1:]:
         bound = _bound(context, tier)
         if tier == "device" and context.world.engine is None:
-            bound = Amount(context.limits.slots_max, context.limits.device_bytes_max)
+            bound = Amount(context.limits.max_loras, context.limits.device_bytes_max)
         held = held_by_others(context, adapters, tier)
         needed = _total(_needs(adapter, tier) for adapter in adapters)
         if not _fit_together(needed, held, bound):

@@ -18,22 +18,21 @@ from loradock.engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRul
 from loradock.engine.layers.packed import PackedLinear
 from loradock.engine.layers.saved import ReplaceableNorm, is_replaceable_norm
 from loradock.engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, directory_columns
+from loradock.engine.models.image_part import ImagePart
+from loradock.engine.models.image_probing import record_image_inputs
 from loradock.engine.models.library.names import PreTrainedModel
+from loradock.engine.models.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
 from loradock.engine.models.packing import (
     PackingGroup,
     find_packing_groups,
     pack,
     with_implied_targets,
 )
-from loradock.engine.models.probes.batching import (
+from loradock.engine.models.probing import (
     ProbeSpec,
     find_column_layers,
     record_layer_inputs,
 )
-from loradock.engine.models.probes.comparison import located
-from loradock.engine.models.probes.images import record_image_inputs
-from loradock.engine.models.probes.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
-from loradock.engine.models.vision.encoder import ImagePart
 from loradock.engine.punica.mapping import MappingType
 
 _ROWS_BY_ROLE: Final[Mapping[Role, RowShapes]] = {
@@ -55,7 +54,7 @@ class Candidate(NamedTuple):
 
 
 class WrapScope(NamedTuple):
-    """The part of a model that may be wrapped, and the wrappers.
+    """The part of a model that can be wrapped, and the wrappers.
 
     `targets`: suffixes or full names of layers, None for all. `table`: the wrapper of each kind of
     layer. `images`: the model's part that reads images, None if it has none; its layers are wrapped
@@ -73,7 +72,7 @@ class PreparedLayers(NamedTuple):
 
     `layers`: wrappers by path. `parts`: the part of the model that each of them belongs to.
     `image_layers`: the paths of layers that read images and have a wrapper, wrapped or not.
-    `norms`: those that adapters may replace whole, which see every token. `spec`: the index of the
+    `norms`: norms that adapters can replace whole, which see every token. `spec`: the index of the
     probe that was chosen. `refusals`: why those before it were refused.
     """
 
@@ -88,7 +87,7 @@ class PreparedLayers(NamedTuple):
 class ProbeResult(NamedTuple):
     """The layers that a probe found mappable, with their parts, and which of them share inputs.
 
-    `unordered`: those of them whose rows are in no order of a mapping.
+    `unordered`: layers among them whose rows are in no order of a mapping.
     """
 
     parts: Mapping[str, MappingType]
@@ -187,8 +186,7 @@ def _choose_probe(
     if chosen is None:
         is_run = not all(isinstance(refusal, ModelNotRun) for refusal in refusals)
         kind = ModelRefused if is_run else ModelNotRun
-        texts = (str(located(refusal, probed.model)) for refusal in refusals)
-        raise kind("; ".join(dict.fromkeys(texts)))
+        raise kind("; ".join(dict.fromkeys(map(str, refusals))))
     return *chosen, tuple(map(str, refusals))
 
 

@@ -52,6 +52,8 @@ class _Write:
     owner: int
     generation: int
     copy: Copy
+    # The generation that is in the slot until this write is finished; 0 if none is.
+    replaces: int
 
 
 class Arena:
@@ -67,14 +69,14 @@ class Arena:
 
     def __init__(
         self,
-        slots_max: int,
+        max_loras: int,
         modules: Sequence[ModuleShape],
         device_bytes_max: int,
         dtype: torch.dtype,
         device: torch.device | str,
         copier: Copier | None = None,
     ) -> None:
-        self.slots_max = slots_max
+        self.max_loras = max_loras
         self.modules = sorted_by_column(modules)
         self._optional_columns = [one.index for one in self.modules if one.is_optional]
         replacing = (ModuleKind.HEAD, ModuleKind.TOKENS)
@@ -82,11 +84,11 @@ class Arena:
         self._shape_at = {shape.index: shape for shape in self.modules}
         self.dtype = dtype
         self.device = torch.device(device)
-        self.generations = [0] * slots_max
+        self.generations = [0] * max_loras
         self._extents = Extents(device_bytes_max // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
         self._bytes = allocate_device(self.capacity_bytes, self.device)
         self.data = self._bytes.view(dtype)
-        self.directory = SlotDirectory(self.data, slots_max, directory_columns(self.modules))
+        self.directory = SlotDirectory(self.data, max_loras, directory_columns(self.modules))
         self._copier = copier or copier_for(self.device)
         self._compactor = Compactor(self._bytes, self._extents, self._copier)
         self._has_heads, self._heads_version = False, -1
@@ -107,19 +109,26 @@ class Arena:
         """The bytes that no extent has; a blob of at most this size can be written."""
         return self._extents.free_bytes
 
+    def has_hole(self, size_bytes: int) -> bool:
+        """Return whether a blob of this size can be written without moving others."""
+        return self._extents.has_hole(size_bytes)
+
     def close(self) -> None:
         """Wait for running copies; the arena is not written after that."""
         self._copier.close()
 
-    def begin_write(self, slot: int, generation: int, blob: Blob) -> None:
+    def begin_write(self, slot: int, generation: int, blob: Blob, replaces: int = 0) -> None:
         """Allocate an extent for `slot` and begin to copy `blob` into it; publishes nothing.
+
+        replaces: the generation in the slot that will be reset before `finish_write`.
 
         Raises `DeviceOutOfMemory`, `Conflict` if the slot is in use or `generation` is not above
         the slot's last, and `ValueError` for a blob that was staged for another arena.
         """
         self._check_slot(slot)
         self._check_blob(blob)
-        if self._is_used(slot):
+        is_replaced = slot not in self._writes and self._residents.get(slot) == replaces
+        if self._is_used(slot) and not is_replaced:
             raise Conflict(f"slot {slot} {self._describe(slot)}; reset it before writing it")
         if generation <= self.generations[slot]:
             raise Conflict(
@@ -135,11 +144,23 @@ class Arena:
             self._extents.free(owner)
             raise
         self._slot_extents[owner] = published
-        self._writes[slot] = _Write(owner, generation, copy)
+        self._writes[slot] = _Write(owner, generation, copy, replaces)
 
     def is_copied(self, slot: int) -> bool:
         """Return whether the slot's unfinished write was copied, or failed; never blocks."""
         return self._write(slot).copy.is_done()
+
+    def is_copied_well(self, slot: int) -> bool:
+        """Return whether the slot's unfinished write was copied, and did not fail; never blocks."""
+        copy = self._write(slot).copy
+        if not copy.is_done():
+            return False
+        try:
+            copy.wait()
+        except Exception:
+            # `finish_write` raises it again.
+            return False
+        return True
 
     def finish_write(self, slot: int) -> None:
         """Wait for the copy of the slot's unfinished write, and publish the slot's row.
@@ -173,8 +194,9 @@ class Arena:
         Raises `NotResident` unless exactly this generation is published there.
         """
         self.check_generation(slot, generation)
+        being_written = self._owners_being_written()
         for owner, slot_extent in list(self._slot_extents.items()):
-            if slot_extent.slot == slot:
+            if slot_extent.slot == slot and owner not in being_written:
                 self._free(owner)
         del self._residents[slot]
         self.resets += 1
@@ -282,7 +304,10 @@ class Arena:
             "the device's ranks differ from the host's": torch.equal(
                 ranks, self.directory.ranks.cpu()
             ),
-            "a slot is resident and written": not self._residents.keys() & self._writes.keys(),
+            "a slot is resident and written": all(
+                self._residents[slot] == self._writes[slot].replaces
+                for slot in self._residents.keys() & self._writes.keys()
+            ),
         }.items():
             if not claim:
                 raise AssertionError(name)
@@ -368,8 +393,8 @@ class Arena:
         return any(used.slot == slot for used in self._slot_extents.values())
 
     def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.slots_max:
-            raise NotResident(f"slot {slot} was named; this engine has 0 to {self.slots_max - 1}")
+        if not 0 <= slot < self.max_loras:
+            raise NotResident(f"slot {slot} was named; this engine has 0 to {self.max_loras - 1}")
 
     def _check_unwritten(self, slot: int) -> None:
         self._check_slot(slot)

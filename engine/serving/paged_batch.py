@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from loradock.engine.models.caches.kv_cache import BatchKVCache
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.engine.serving.blocks import (
     BLOCK_TOKENS,
@@ -28,15 +28,14 @@ from loradock.engine.serving.blocks import (
     NoFreeBlocks,
     Prefix,
     blocks_of,
-    root_key,
 )
+from loradock.engine.serving.budget import StepBudget
 from loradock.engine.serving.forward import (
     BatchEvents,
     ForwardError,
     ForwardRunner,
     KVUse,
     PackedModel,
-    StepBudget,
     Waiting,
     adapter_ids_of,
 )
@@ -226,21 +225,18 @@ class PagedBatch:
             self._reserve_or_preempt(one, one.table.length + 1)
         parts = [(one, 1) for one in self._members if one.is_prefilled]
         if len(parts) < len(self._members):
-            chunks = self._chunks(max(1, self.budget.tokens - len(parts)))
+            chunks = self._chunks(max(1, self.budget.prompt_tokens(len(parts))))
             # A chunk of the first prompt may have taken the blocks of a running sequence.
             parts = [(one, 1) for one in self._members if one.is_prefilled]
             parts += [(one, count) for one, count in chunks if one in self._members]
         # Sequences of one adapter are adjacent, so that kernels read and write them in place.
         parts.sort(key=lambda part: part[0].sequence.command.slot)
         if parts:
+            self.budget.count(sum(count for _, count in parts))
             self._run(parts)
 
     def _member_of(self, sequence: Sequence) -> PagedSequence:
-        root, images = None, sequence.images
-        if self._shares_prefixes:
-            version = self._runner.slots.version_of(sequence.command)
-            length = self._runner.model.row_lengths.key_of(sequence.prompt_length)
-            root = root_key(version, images.digest if images else b"", length)
+        root = self._runner.prefix_root(sequence) if self._shares_prefixes else None
         table = BlockTable(self.pool, root, self._packed.lookback)
         return PagedSequence(sequence, table, self._sequence_blocks)
 

@@ -3,8 +3,9 @@
 It has one queue of commands in and one of reports out, and no socket. Every operation ends in
 exactly one report, and a failed operation has changed nothing.
 
-All methods are called by one thread. Other threads read and pack files, but their results are
-applied only by `poll`; so nothing changes during a forward pass.
+All methods are called by one thread at a time. Only `submit_beside` and `poll_beside` are called
+during a step: they execute and apply what no step notices. Everything else, so every change of a
+slot or a sequence, happens between two forward passes.
 """
 
 import os
@@ -26,7 +27,8 @@ from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.residency.residency import OperationJob, Residency
 from loradock.engine.serving.queue import SlotTable
-from loradock.engine.serving.scheduler import Scheduler, choose_scheduler
+from loradock.engine.serving.scheduler import choose_scheduler
+from loradock.engine.serving.turns import SlotTurns
 from loradock.engine.worker.collective_jobs import CollectiveJobs
 from loradock.engine.worker.controller_link import SeenOperations
 from loradock.engine.worker.meter import Meter
@@ -40,48 +42,6 @@ REASON_CHARACTERS_MAX: Final = 400
 
 EngineCommand = _Executable | commands.ResendTokens
 """The commands of an engine; the worker handles those of the link (beats, inventory requests)."""
-
-
-PREEMPT_STEPS_MAX: Final = 128
-"""After this many steps a slot is left anyway: the generation may wait to enter the batch."""
-
-
-class SlotPreemption:
-    """The slots that are to be reset, once their generations have used them.
-
-    A slot is left at once if the oldest generation that uses it has generated a token in its time
-    slice. So, regardless of the order of time slices, each completes something, or a part of a
-    prompt that is kept until the next one.
-    """
-
-    def __init__(self, inference: Scheduler, residency: Residency) -> None:
-        self._inference = inference
-        self._residency = residency
-        # The commands, and the steps since each of them.
-        self._pending: dict[OpId, tuple[commands.PreemptSlot, int]] = {}
-
-    @property
-    def operations(self) -> tuple[OpId, ...]:
-        """The operations that have not ended."""
-        return tuple(self._pending)
-
-    def add(self, command: commands.PreemptSlot) -> None:
-        """Suspend the generations of a slot and reset it, now or after a later step."""
-        self._suspend_or_wait(command, steps=0)
-
-    def after_step(self) -> None:
-        """Suspend and reset what has waited for this step."""
-        for command, steps in tuple(self._pending.values()):
-            self._suspend_or_wait(command, steps + 1)
-
-    def _suspend_or_wait(self, command: commands.PreemptSlot, steps: int) -> None:
-        place = (command.slot, command.generation)
-        if steps < PREEMPT_STEPS_MAX and not self._inference.has_progressed(*place):
-            self._pending[command.op] = command, steps
-            return
-        self._pending.pop(command.op, None)
-        self._inference.suspend(*place)
-        self._residency.execute(command)
 
 
 class Engine:
@@ -105,8 +65,10 @@ class Engine:
         self._adapter_target = model.adapter_target(self._lora_config)
         group = self._group = model.group
         self._outbox: list[reports.Report] = []
-        report = self._outbox.append
+        # Those of residency's operations are apart, because some are made during a step.
+        self._residency_outbox: list[reports.OperationReport] = []
         jobs: Jobs[OperationJob] = _jobs_of(group, config.file_threads, wake)
+        report = self._residency_outbox.append
         self.residency: Final = Residency(
             arena, model.shapes, self._read, jobs, report, config.pins
         )
@@ -115,10 +77,11 @@ class Engine:
         image_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
         residency = self.residency
         slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
-        self._inference = choose_scheduler(model, punica, slots, config, report, image_jobs)
+        emit = self._outbox.append
+        self._inference = choose_scheduler(model, punica, slots, config, emit, image_jobs)
         self._batching: Batching = model.batching if isinstance(model, CausalModel) else ""
         self._batching_refusal = next(iter(model.refusals), "")[:REASON_CHARACTERS_MAX]
-        self._preemption = SlotPreemption(self._inference, residency)
+        self._turns = SlotTurns(self._inference, residency)
         self._seen_operations = SeenOperations()
         self._meter = Meter()
 
@@ -144,10 +107,25 @@ class Engine:
 
     def submit(self, command: EngineCommand) -> None:
         """Execute a command, or start it; an operation that was seen before is ignored."""
+        self.residency.publish()
         if isinstance(command, commands.ResendTokens):
             self._inference.resend(command.request_id)
         elif self._seen_operations.add(command.op):
             self._execute(command)
+            self._outbox += self._residency_reports()
+
+    def submit_beside(self, command: EngineCommand) -> bool:
+        """Execute a command during a step; False for a command that has to wait for its end."""
+        if not self.residency.can_begin_beside_step(command):
+            return False
+        if self._seen_operations.add(command.op):
+            self.residency.execute(command)
+        return True
+
+    def poll_beside(self) -> list[reports.OperationReport]:
+        """Return the reports of residency's operations that have ended during a step, in order."""
+        self.residency.collect_beside_step()
+        return self._residency_reports()
 
     def step(self) -> None:
         """Run one forward pass, if a request waits for one."""
@@ -161,12 +139,13 @@ class Engine:
 
         `now_s`: rank 0's monotonic time, by which all ranks decide; None for this process's own.
         """
+        now_s = time.monotonic() if now_s is None else now_s
         self.residency.collect()
         if self.residency.checked.size_bytes:
-            self.residency.checked.expire(time.monotonic() if now_s is None else now_s)
+            self.residency.checked.expire(now_s)
         self._inference.collect()
-        self._preemption.after_step()
-        collected = self._outbox.copy()
+        self._turns.after_step(now_s)
+        collected = [*self._outbox, *self._residency_reports()]
         self._outbox.clear()
         for report in collected:
             self._meter.on_report(report)
@@ -213,7 +192,7 @@ class Engine:
             engine_id=self.engine_id,
             pid=os.getpid(),
             model=self._config.model_directory.resolve().name,
-            slots_max=len(self.residency.residents),
+            max_loras=len(self.residency.residents),
             device_bytes_max=self._config.device_bytes_max,
             last_op=self.last_op,
             running=tuple(sorted(self._running())),
@@ -223,9 +202,15 @@ class Engine:
             suspended=tuple(self._inference.suspended),
         )
 
+    def _residency_reports(self) -> list[reports.OperationReport]:
+        """Return the reports of residency's operations since the last call."""
+        collected = self._residency_outbox.copy()
+        self._residency_outbox.clear()
+        return collected
+
     def _running(self) -> Iterator[OpId]:
         yield from self.residency.running
-        yield from self._preemption.operations
+        yield from self._turns.operations
         yield from self._inference.operations
 
     def _execute(self, command: _Executable) -> None:
@@ -237,7 +222,7 @@ class Engine:
             case commands.ResumeGeneration():
                 self._inference.resume(command)
             case commands.PreemptSlot():
-                self._preemption.add(command)
+                self._turns.add(command)
             case _:
                 self.residency.execute(command)
 

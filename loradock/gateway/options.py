@@ -4,6 +4,7 @@
 receives `GatewayConfig` as JSON.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
 from msgspec import Struct
@@ -15,6 +16,7 @@ PORT_DEFAULT: Final = 8000
 HOST_DEFAULT: Final = "127.0.0.1"
 
 UPDATING_VARIABLE: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+_TRUE: Final = ("1", "true", "yes", "on")
 """The environment variable that allows adapters to be changed over HTTP, as in vLLM."""
 
 AUTO_PARSER: Final = "auto"
@@ -82,6 +84,15 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         bool,
         option("Let pages of --allowed-origins send cookies and certificates of their users."),
     ] = False
+    client_header: Annotated[
+        str,
+        option(
+            "Header that tells HTTP clients apart, as X-Forwarded-For behind a proxy that sets it; "
+            "clients have equal shares. An API key precedes it. Default: none, so that clients "
+            "without a key are told apart by their addresses.",
+            metavar="NAME",
+        ),
+    ] = ""
     root_path: Annotated[
         str,
         option(
@@ -174,6 +185,15 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         int,
         option("Largest head of an HTTP request; a larger one is refused.", ge=1, unit="bytes"),
     ] = 64 << 10
+    connections_max: Annotated[
+        int,
+        option(
+            "Largest number of HTTP connections. Beyond it, one that waits for its next request "
+            "is closed for a new one, or the new one is refused.",
+            flag="--http-connections",
+            ge=1,
+        ),
+    ] = 4096
     receive_timeout_s: Annotated[
         int,
         option("Time within which a request has to arrive.", ge=1, unit="seconds"),
@@ -277,3 +297,9 @@ def parse_address(text: str) -> tuple[str, int]:
     if not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"{text!r} is not an address; HOST:PORT is needed, like 127.0.0.1:8000")
     return host.removeprefix("[").removesuffix("]") or HOST_DEFAULT, int(port)
+
+
+def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bool:
+    """Return whether clients can change adapters."""
+    variable = environment.get(UPDATING_VARIABLE, "").strip().lower()
+    return config.allow_runtime_lora_updating or variable in _TRUE

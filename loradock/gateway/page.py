@@ -1,9 +1,10 @@
-"""The page at `/`, one file without references to other hosts, and the events that it follows.
+"""The page at `/`, one document without references to other hosts, and the events that it follows.
 
 A reader of `/events` first receives a `snapshot`, then every event once and in order, and between
-them `status` and the `adapters` that changed, with the fields that events lack. A reader that
-continues from a number (`Last-Event-ID`) receives the events after it, or a snapshot if they are
-not kept any more. `/events/history` has past events of the log, in pages.
+them `status` and the `adapters` that changed, with the fields that events lack, and `rates`: the
+samples of the last minutes, then each new sample. A reader that continues from a number
+(`Last-Event-ID`) receives the events after it, or a snapshot if they are not kept any more.
+`/events/history` has past events of the log, in pages.
 """
 
 import asyncio
@@ -11,24 +12,22 @@ import base64
 import hashlib
 import re
 from collections.abc import AsyncGenerator
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from loradock.client import AsyncClient
+from loradock.gateway import web
 from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.gateway.adapters.models import AdapterCard, adapter_card
 from loradock.gateway.http.endpoint import get
 from loradock.gateway.http.errors import HttpError
 from loradock.gateway.http.streams import ServerSentEvents, named_event
+from loradock.gateway.rates import Rates
 from loradock.messages.events import Published
 from loradock.messages.requests import StatusShown
-
-PAGE: Final = Path(__file__).with_name("page.html")
 
 KEEP_ALIVE_S: Final = 10.0
 """A comment is sent after this time without an event, so that a lost connection is noticed."""
@@ -47,7 +46,7 @@ class Page:
     """The endpoint; the browser runs only the script of the file itself."""
 
     def __init__(self) -> None:
-        self._text = PAGE.read_text()
+        self._text = web.page()
         self._headers = {
             "Content-Security-Policy": content_security_policy(self._text),
             "X-Content-Type-Options": "nosniff",
@@ -100,27 +99,22 @@ class StatusCard(Struct, frozen=True):
 
 
 class TableSnapshot(Struct, frozen=True):
-    """The state of all adapters after event `seq`."""
+    """The state of all adapters after event `seq`; `may_change`: clients can change adapters."""
 
     seq: int
     synced: bool
+    may_change: bool
     status: StatusCard | None
     adapters: list[AdapterCard]
-
-
-class LiveEvent(Struct, frozen=True):
-    """One event; `event` has its type in the field `type`."""
-
-    seq: int
-    time_ms: int
-    event: dict[str, Any]
 
 
 class Live:
     """The endpoint; any number of readers share the table of one follower."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: Follower, rates: Rates, *, may_change: bool) -> None:
         self._follower = follower
+        self._rates = rates
+        self._may_change = may_change
         self._readers = 0
         self._is_closed = False
 
@@ -143,7 +137,7 @@ class Live:
         self._readers -= 1
 
     async def _stream(self, since: int | None) -> AsyncGenerator[bytes, None]:
-        table, seq, updates = self._follower.table, since, 0
+        table, seq, updates, sampled = self._follower.table, since, 0, 0
         while not self._is_closed:
             if table.seq is None:
                 # Nothing is known before the first list.
@@ -152,10 +146,14 @@ class Live:
                 continue
             missed = None if seq is None else table.events_after(seq)
             if missed is None:
-                yield named_event("snapshot", table.seq, snapshot_of(table))
-                seq, updates = table.seq, table.update_count
+                snapshot = snapshot_of(table, may_change=self._may_change)
+                yield named_event("snapshot", table.seq, snapshot)
+                seq, updates, sampled = table.seq, table.update_count, 0
+            if samples := self._rates.after(sampled):
+                yield named_event("rates", seq or 0, samples)
+                sampled = self._rates.count
             for published in missed or ():
-                yield named_event("event", published.seq, live_event(published))
+                yield named_event("event", published.seq, web.live_event(published))
                 seq = published.seq
             if not missed and not await self._wait_for_change():
                 yield _KEEP_ALIVE
@@ -176,17 +174,11 @@ class Live:
         return True
 
 
-def snapshot_of(table: AdapterTable) -> TableSnapshot:
+def snapshot_of(table: AdapterTable, *, may_change: bool) -> TableSnapshot:
     """Return the table as readers see it."""
     cards = [adapter_card(view) for _, view in sorted(table.views.items())]
-    return TableSnapshot(table.seq or 0, table.synced, status_card(table.status), cards)
-
-
-def live_event(published: Published) -> LiveEvent:
-    """Return one event as readers see it."""
-    event = published.event
-    fields = {"type": type(event).__name__, **msgspec.structs.asdict(event)}
-    return LiveEvent(published.seq, published.time_ns // 1_000_000, fields)
+    status = status_card(table.status)
+    return TableSnapshot(table.seq or 0, table.synced, may_change, status, cards)
 
 
 def status_card(status: StatusShown | None) -> StatusCard | None:
@@ -214,7 +206,7 @@ def status_card(status: StatusShown | None) -> StatusCard | None:
 class History(Struct, frozen=True):
     """Events in order; a next page begins after `next_seq`, which is null at the end."""
 
-    events: list[LiveEvent]
+    events: list[web.LiveEvent]
     next_seq: int | None
 
 
@@ -233,7 +225,7 @@ class Past:
         since = _number(request, "since", 0, 2**62)
         limit = _number(request, "limit", PAGE_EVENTS_MAX, PAGE_EVENTS_MAX)
         adapter = request.query_params.get("adapter")
-        found: list[LiveEvent] = []
+        found: list[web.LiveEvent] = []
         seq, scanned = since, 0
         async with await self._client.events(since=since, follow=False) as stream:
             async for item in stream:
@@ -243,7 +235,7 @@ class Past:
                     continue
                 seq = item.seq
                 if adapter is None or getattr(item.event, "adapter", "") == adapter:
-                    found.append(live_event(item))
+                    found.append(web.live_event(item))
                 if len(found) >= limit or scanned >= SCANNED_MAX:
                     return History(found, seq)
         return History(found, None)

@@ -19,7 +19,7 @@ from tests.support.simulation import log_damages
 from tests.support.simulation.log_examples import flip
 from tests.support.simulation.shell_examples import RawClient
 
-LIMITS = Limits(slots_max=2, host_adapters_max=4)
+LIMITS = Limits(max_loras=2, max_cpu_loras=4)
 
 
 def run(*arguments, directory):

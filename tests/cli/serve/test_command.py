@@ -11,7 +11,7 @@ import pytest
 from loradock.cli.exit_codes import ExitCode
 from loradock.cli.serve import command, supervisor
 from loradock.cli.serve.config import ServeConfig, ServeOptions
-from loradock.controller.core.limits import SLOT_QUANTUM_MS, Limits, limits_to
+from loradock.controller.core.limits import TURN_TOKENS_DEFAULT, Limits, limits_to
 from loradock.controller.server.config import ServerConfig, ServerOptions, Supervision
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.worker.process import configs
@@ -46,8 +46,8 @@ def sample(option: Option) -> str:
         return SAMPLES[option.flag[2:].replace("-", "_")]
     if option.field in SAMPLES:
         return SAMPLES[option.field]
-    if option.choices:
-        return str(next(one for one in reversed(option.choices) if one != option.default))
+    if choices := option.choices or dict(option.names):
+        return str(next(one for one in reversed(choices) if one != option.default))
     if option.kind is bool:
         return ""
     if option.kind is str:
@@ -103,8 +103,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
 def test_serve_starts_with_the_defaults_of_its_processes(started: Started, tmp_path: Path) -> None:
     result = run("serve", "--model", "m", directory=tmp_path)
     assert result.exit_code == 0, result.output
-    # Logs that were written before there were slices of time have none.
-    limits = Limits(slot_quantum_ms=SLOT_QUANTUM_MS)
+    # Logs that were written before there were turns have none.
+    limits = Limits(turn_tokens=TURN_TOKENS_DEFAULT)
     server = ServerConfig(str(tmp_path), limits)
     assert started == [ServeConfig(server, ServeOptions(model="m"))]
 
@@ -132,7 +132,7 @@ def test_every_option_reaches_its_process_in_three_ways(
     assert run("serve", "--config", str(file), directory=tmp_path).exit_code == 0
     words = ["--config", str(file), "--max-loras", "5"]
     assert run("serve", *words, directory=tmp_path).exit_code == 0
-    assert [config.server.limits.slots_max for config in started[2:]] == [4, 5]
+    assert [config.server.limits.max_loras for config in started[2:]] == [4, 5]
     for _, option in OPTIONS:
         if option.variable:
             monkeypatch.setenv(option.variable, sample(option) or str(option.default is not True))
@@ -158,7 +158,7 @@ def test_the_engine_gets_what_serve_was_started_with(started: Started, tmp_path:
     engine, lora = configs(process)
     assert (engine.adapter_roots, engine.model_directory) == ((Path("x"),), Path("m"))
     assert engine.device_bytes_max == config.server.limits.device_bytes_max
-    assert lora.max_loras == config.server.limits.slots_max
+    assert lora.max_loras == config.server.limits.max_loras
     for option in options_of(EngineOptions):
         assert getattr(engine, option.field) == getattr(config.engine, option.field)
     for option in options_of(LoRAOptions):
@@ -179,7 +179,7 @@ def test_without_options_an_engine_has_the_defaults_of_its_configurations(tmp_pa
     process = supervisor.engine_process(config, Supervision(), "pair")
     engine, lora = configs(process)
     assert engine == EngineConfig(Path("m"))
-    assert lora == LoRAConfig(max_loras=Limits().slots_max)
+    assert lora == LoRAConfig(max_loras=Limits().max_loras)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_serve_prints_its_configuration_as_json_and_exits_like_its_children(
     started: Started, tmp_path: Path
 ) -> None:
     result = run("serve", "--model", "m", "--json", directory=tmp_path)
-    limits = Limits(slot_quantum_ms=SLOT_QUANTUM_MS)
+    limits = Limits(turn_tokens=TURN_TOKENS_DEFAULT)
     assert json.loads(result.stdout)["server"]["limits"] == limits_to(limits)
     for status, exit_code in ((7, ExitCode.LOG), (2, ExitCode.USAGE), (99, ExitCode.FAILURE)):
         started.status = status

@@ -312,10 +312,13 @@ class Simulation:
 
         def to_controller(frame: bytes) -> None:
             transport = self.controller.transport
-            if transport is not None:
-                self.scheduler.note("request", frame)
-                transport.requests.append((route, "", frame))
-                self.controller.wakeup.request(0)
+            if transport is None:
+                # It waits in the client's socket for the next connection.
+                self.scheduler.after(RESTART_NS, lambda: to_controller(frame))
+                return
+            self.scheduler.note("request", frame)
+            transport.requests.append((route, "", frame))
+            self.controller.wakeup.request(0)
 
         def to_client(frame: bytes) -> None:
             client.receive(frame)
@@ -330,8 +333,8 @@ class Simulation:
         self.clients.append(client)
         return client
 
-    def _on_settled(self, call: ClientCall) -> None:
-        self.history.on_settled(call)
+    def _on_settled(self, scope: str, call: ClientCall) -> None:
+        self.history.on_settled(scope, call)
         if self.subscriber is not None and isinstance(call.request, requests.FetchEvents):
             self.subscriber.advance()
 
@@ -361,8 +364,8 @@ def random_limits(rng: random.Random) -> Limits:
     slots, on_host = rng.randint(1, 3), rng.randint(0, 3)
     host_bytes = rng.randrange(60, 240, 10)
     return Limits(
-        slots_max=slots,
-        host_adapters_max=slots + on_host,
+        max_loras=slots,
+        max_cpu_loras=slots + on_host,
         host_bytes_max=host_bytes,
         pinned_bytes_max=rng.randrange(60, 200, 10),
         device_bytes_max=rng.randrange(60, 200, 10),
@@ -370,7 +373,8 @@ def random_limits(rng: random.Random) -> Limits:
         request_timeout_ms=1_000,
         generation_timeout_ms=1_500,
         operation_timeout_ms=400,
-        rest_ms=50,
+        retry_backoff_ms=50,
         digest_interval=rng.choice((1, 8)),
         slot_quantum_ms=int(host_bytes in TURNS_AT_BYTES),
+        turn_tokens=8 * int(host_bytes in TURNS_AT_BYTES and on_host % 2),
     )

@@ -31,6 +31,7 @@ _ON_DEVICE = (
     commands.PreemptSlot,
     commands.SetMapping,
 )
+_WRITES = (commands.WriteSlot,)
 _RESETS = (commands.ResetSlot, commands.PreemptSlot)
 
 
@@ -41,7 +42,7 @@ class SimulatedEngine:
     engine_id: str
     limits: Limits
     files: Files
-    slots_max: int
+    max_loras: int
     device_bytes_max: int
     adapters: dict[int, EngineAdapter] = field(default_factory=dict)
     running: dict[int, RunningOperation] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class SimulatedEngine:
             self.engine_id,
             1,
             "model",
-            self.slots_max,
+            self.max_loras,
             self.device_bytes_max,
             max(self.seen, default=0),
             tuple(sorted(self.running)),
@@ -88,11 +89,17 @@ class SimulatedEngine:
     def completable(self) -> list[int]:
         """Return the operations that may end next; on the device, only the oldest one may.
 
-        A suspended generation may end only by order.
+        A suspended generation may end only by order, or while its slot has no other adapter yet.
         """
         running = self.running.items()
         device = [op for op, work in running if isinstance(work.command, _ON_DEVICE)]
-        waiting = [op for op, work in running if work.suspended and not work.stopped]
+        taken = {adapter.slot for adapter in self.adapters.values()}
+        taken |= {work.command.slot for _, work in running if isinstance(work.command, _WRITES)}
+        waiting = [
+            op
+            for op, work in running
+            if work.suspended and not work.stopped and work.command.slot in taken
+        ]
         return [op for op in self.running if op not in device[1:] and op not in waiting]
 
     def complete(self, op: int, code: ErrorCode | None = None) -> None:
@@ -150,7 +157,7 @@ class SimulatedEngine:
 
     def _begin_write(self, command: commands.WriteSlot, operation: RunningOperation) -> None:
         self._require(command.adapter_id, PINNED)
-        assert 0 <= command.slot < self.slots_max, f"{command}: there are {self.slots_max} slots"
+        assert 0 <= command.slot < self.max_loras, f"{command}: there are {self.max_loras} slots"
         assert command.slot not in self._slots_taken(), f"{command}: the slot is taken"
         assert command.generation not in self.generations_seen, f"{command}: generation again"
         older = [a.generation for a in self.adapters.values() if a.slot == command.slot]
@@ -182,10 +189,11 @@ class SimulatedEngine:
         place = (started.slot, started.generation)
         is_there = place == (command.slot, command.generation)
         assert operation.suspended or is_there, f"{command}, but it runs in {place}"
+        self._continue(operation, command.slot, command.generation)
+
+    def _continue(self, operation: RunningOperation, slot: int, generation: int) -> None:
         operation.suspended = False
-        operation.command = structs.replace(
-            started, slot=command.slot, generation=command.generation
-        )
+        operation.command = structs.replace(operation.command, slot=slot, generation=generation)
 
     def _begin_mapping(self, command: commands.SetMapping, operation: RunningOperation) -> None:
         for ref in command.active:
@@ -256,6 +264,9 @@ class SimulatedEngine:
     def _end_write(self, command: commands.WriteSlot, operation: RunningOperation) -> Any:
         adapter = self.adapters[command.adapter_id]
         adapter.state, adapter.slot, adapter.generation = GPU_SLOT, command.slot, command.generation
+        for other in self.running.values():
+            if other.suspended and other.command.adapter_id == command.adapter_id:
+                self._continue(other, command.slot, command.generation)
         return reports.SlotWritten(command.op)
 
     def _end_reset(self, command: Any, operation: RunningOperation) -> Any:
@@ -322,10 +333,10 @@ class SimulatedEngine:
     def _require_budgets(self, before: dict[str, int]) -> None:
         used, limits = self.usage(), self.limits
         bounds = {
-            "host_places": limits.host_adapters_max,
+            "host_places": limits.max_cpu_loras,
             "host": limits.host_bytes_max,
             "pinned": limits.pinned_bytes_max,
-            "slots": min(limits.slots_max, self.slots_max),
+            "slots": min(limits.max_loras, self.max_loras),
             "device": min(limits.device_bytes_max, self.device_bytes_max),
         }
         for what, bound in bounds.items():
