@@ -374,7 +374,7 @@ def _missing_lease(world: World, limits: Limits, inventory: EngineInventory) -> 
             if not _differs(adapter, entry):
                 continue
             is_suspended = operation.request_id in adapter.waiters
-            follows = limits.slot_quantum_ms > 0 and (
+            follows = limits.takes_turns and (
                 op in inventory.suspended or (entry is not None and entry.state == GPU_SLOT)
             )
             if not (_is_same_content(adapter, entry) and (is_suspended or follows)):

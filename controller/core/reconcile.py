@@ -7,7 +7,8 @@ Adapters that want a slot take turns. An adapter that loses its slot waits since
 that never had it since its oldest request, and the longest wait is next. While a request waits,
 every other adapter has at most one turn before it, because an adapter that gets a slot serves all
 its requests. With W adapters before it and S slots, neither held, it waits for at most ceil(W / S)
-turns.
+turns. A turn is one of tokens, which the engine counts: an adapter is ordered to leave its slot as
+soon as another waits, and the order says after how many tokens.
 """
 
 from collections.abc import Callable
@@ -260,12 +261,14 @@ def _refuse_impossible_batch(context: Context) -> None:
 
 
 def _end_turns(context: Context) -> None:
-    """Preempt leased adapters that leave their slots for others and whose turns are over.
+    """Preempt leased adapters that leave their slots for others, at the end of their turns.
 
-    A turn begins when the slot is written. The timer is set to the end of the next turn.
+    A turn begins when the slot is written. With turns of time, the timer is set to the end of the
+    next one.
     """
     world = context.world
-    quantum_ns = context.limits.slot_quantum_ms * NANOS_PER_MS
+    tokens = context.limits.turn_tokens
+    quantum_ns = 0 if tokens else context.limits.slot_quantum_ms * NANOS_PER_MS
     ends, since = [], world.seq
     leaving = [world.adapters[adapter_id] for adapter_id in world.demoting]
     for adapter in sorted(leaving, key=attrgetter("state_since_ns", "generation")):
@@ -277,8 +280,9 @@ def _end_turns(context: Context) -> None:
         elif waiting.suspend(context, adapter, since):
             # Adapters that are suspended by one input have an order too: their turns'.
             since += 1
-            op = context.next_op()
-            _issue(context, commands.PreemptSlot(op, adapter.slot, adapter.generation), adapter)
+            place = (adapter.slot, adapter.generation)
+            order = commands.PreemptSlot(context.next_op(), *place, tokens)
+            _issue(context, order, adapter)
     if ends and not world.time_ns < world.turn_end_ns <= min(ends):
         world.turn_end_ns = min(ends)
         world.add_deadline(world.turn_end_ns, "turn", 0)
@@ -465,13 +469,30 @@ def _admit_queued(context: Context) -> None:
     for tier, queue in world.queues.by_tier.items():
         while queue:
             adapter = world.adapters[queue[0][1]]
+            if tier == "device" and context.limits.turn_tokens:
+                adapter = _next_for_slot(context, adapter)
             if not capacity.fits(context, adapter, tier):
                 _make_room(context, tier)
-                if tier == "device" and context.limits.slot_quantum_ms:
+                if tier == "device" and context.limits.takes_turns:
                     _end_turns(context)
                 break
             context.leave_queue(adapter, world.adapters.get(context.departed))
             _enter(context, adapter, tier)
+
+
+def _next_for_slot(context: Context, first: Adapter) -> Adapter:
+    """Return the adapter that has the next slot: `first` in the queue, or the first new one.
+
+    Every other slot is for an adapter with a request that no token was generated of, if one waits:
+    first tokens don't wait for a turn of each suspended adapter.
+    """
+    world = context.world
+    if world.next_generation % 2 and not first.held:
+        for _, adapter_id in world.queues.by_tier["device"]:
+            adapter = world.adapters[adapter_id]
+            if not world.has_suspended(adapter) and capacity.fits(context, adapter, "device"):
+                return adapter
+    return first
 
 
 def _make_room(context: Context, tier: TierName) -> None:

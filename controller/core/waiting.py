@@ -306,6 +306,17 @@ def suspend_one(context: Context, adapter: Adapter, request_id: RequestId, since
     context.dirty_adapters[adapter.id] = None
 
 
+def wait_since_now(context: Context, adapter: Adapter) -> None:
+    """Let the suspended generations of an adapter wait since now, when their turn has ended."""
+    world = context.world
+    since = {
+        request_id: world.seq if world.pending_requests[request_id].op else seq
+        for request_id, seq in adapter.waiters.items()
+    }
+    adapter.waiters = dict(sorted(since.items(), key=itemgetter(1)))
+    context.mark_changed(adapter)
+
+
 def order_resumption(context: Context, adapter: Adapter, pending: PendingRequest) -> None:
     """Order the engine to continue a generation in the adapter's slot; harmless if it does."""
     command = commands.ResumeGeneration(

@@ -18,7 +18,7 @@ from loradock.controller.core.fast_assignment import fast_assignment
 from loradock.controller.core.indexes import TIERS, DigestDict, LruOrder, TierName, TierQueues
 from loradock.controller.core.limits import Limits, window_bounds
 from loradock.messages.commands import Operation as OperationCommand
-from loradock.messages.commands import StartGeneration, StartPooling
+from loradock.messages.commands import PreemptSlot, StartGeneration, StartPooling
 from loradock.messages.ids import (
     CPU_CACHED,
     GPU_SLOT,
@@ -70,8 +70,9 @@ DEADLINES_MIN: Final = 1024
 _PRIVATE_FIELDS: Final[dict[type, tuple[int, tuple[object, ...]]]] = {
     StartGeneration: (5, ("", msgspec.structs.astuple(Sampling())[:19], 0, "")),
     StartPooling: (6, ((), "")),
+    PreemptSlot: (3, ()),
 }
-"""Commands whose last fields the shell sets when it sends them: the number of the core's own, and
+"""Commands with fields that decide nothing in the core: the number of the first ones, which do, and
 what digests of rules 2 and 3 have for the others, so that further ones change no digest."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode

@@ -226,12 +226,13 @@ class PoolingScheduler:
                 self._finish(request)
                 return
 
-    def has_progressed(self, slot: Slot, slot_version: int) -> bool:
+    def is_turn_over(self, slot: Slot, slot_version: int, tokens: int) -> bool:
         """Return whether no request uses a slot."""
+        del tokens
         uses = [request.command for request in self._waiting.values()]
         return all((one.slot, one.generation) != (slot, slot_version) for one in uses)
 
-    def suspend(self, slot: Slot, slot_version: int) -> None:
+    def leave(self, slot: Slot, slot_version: int) -> None:
         """Do nothing: requests whose adapter left its slot fail at the next step (L007)."""
 
     def resume(self, command: ResumeGeneration) -> None:

@@ -20,7 +20,7 @@ from loradock.engine.errors import Conflict, NotResident, NotServed, Overloaded
 from loradock.engine.punica.mapping import BASE
 from loradock.engine.residency.arena import Arena
 from loradock.messages.commands import StartGeneration, StartInference
-from loradock.messages.ids import NO_SLOT, AdapterId, RequestId
+from loradock.messages.ids import NO_SLOT, AdapterId, Generation, RequestId, Slot
 
 QUANTUM_TOKENS: Final = 512
 """The tokens that an adapter of weight 1 is served per turn."""
@@ -54,6 +54,13 @@ class SlotTable:
             return ""
         fingerprint = self._fingerprint_of(command.adapter_id)
         return fingerprint or f"{command.adapter_id} {command.slot} {command.generation}"
+
+    def place_of(self, adapter_id: AdapterId) -> tuple[Slot, Generation] | None:
+        """Return the slot that holds an adapter, and the slot's version; None if none does."""
+        if adapter_id not in self.residents:
+            return None
+        slot = self.residents.index(adapter_id)
+        return slot, self._arena.generations[slot]
 
     def check(self, command: StartInference) -> None:
         """Raise `NotResident` unless the slot holds this adapter in this version of the slot."""

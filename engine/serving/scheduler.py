@@ -22,7 +22,7 @@ from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.serving.forward import ForwardError, KVUse, Waiting
-from loradock.engine.serving.generations import Generations
+from loradock.engine.serving.generations import Generation, Generations
 from loradock.engine.serving.pooling import PoolingScheduler
 from loradock.engine.serving.prompts import PromptPrefetcher, PromptReader
 from loradock.engine.serving.queue import SlotTable, WaitingQueue, check_admission, other_task
@@ -66,7 +66,6 @@ class GenerationScheduler:
         self._prefetcher = PromptPrefetcher(jobs)
         self._generations = Generations(model, emit)
         self._waiting: WaitingQueue[Sequence] = WaitingQueue(slots.weight_of)
-        self._suspended: set[OpId] = set()
         # The number of the next waiting sequences that are prefilled one at a time.
         self._prefill_singly = 0
         # Fewer than the configuration allows after a lack of memory.
@@ -94,7 +93,7 @@ class GenerationScheduler:
     @property
     def suspended(self) -> list[OpId]:
         """The operations whose generations wait for a slot, in order."""
-        return sorted(self._suspended)
+        return sorted(self._generations.suspended)
 
     @property
     def running(self) -> list[OpId]:
@@ -125,7 +124,7 @@ class GenerationScheduler:
     def stop(self, target: OpId) -> None:
         """End the generation that operation `target` started; do nothing if it has ended."""
         ended = self._generations.cancel(target)
-        self._forget_suspended(target, ended)
+        self.batch.forget(ended)
         waiting = [one for one in ended if self._waiting.remove(one.command.adapter_id, one)]
         for sequence in ended:
             if sequence not in waiting:
@@ -133,49 +132,46 @@ class GenerationScheduler:
         if len(waiting) < len(ended):
             self.batch.keep(lambda one: one not in ended)
 
-    def has_progressed(self, slot: Slot, slot_version: int) -> bool:
-        """Return whether a slot may be taken from its generations: the oldest, if any, has a new
-        token.
+    def is_turn_over(self, slot: Slot, slot_version: int, tokens: int) -> bool:
+        """Return whether a slot can be taken from its generations.
+
+        The oldest has a new token since the slot was written, and one of them has `tokens`; or none
+        is left.
         """
-        oldest = next(iter(self._generations.using(slot, slot_version)), None)
-        return oldest is None or any(one.has_progressed for one in oldest.sequences)
+        using = self._generations.using(slot, slot_version)
+        if not using:
+            return True
+        return using[0].slice_tokens > 0 and max(one.slice_tokens for one in using) >= tokens
+
+    def leave(self, slot: Slot, slot_version: int) -> None:
+        """Let all generations of a slot be suspended once it no longer holds their adapter."""
+        for generation in self._generations.using(slot, slot_version):
+            self._generations.suspended[generation.op] = generation
 
     def suspend(self, slot: Slot, slot_version: int) -> None:
-        """Take all generations of a slot out of the batch, until `resume`.
+        """Take all generations of a slot out of the batch, until their adapter is in a slot again.
 
         Prompts that are being processed continue to be.
         """
-        leaving: list[Sequence] = []
-        for generation in self._generations.using(slot, slot_version):
-            self._suspended.add(generation.op)
-            leaving += generation.unfinished
-        self.batch.suspend(
-            [one for one in leaving if not self._waiting.remove(one.command.adapter_id, one)]
-        )
+        self.leave(slot, slot_version)
+        self._stop_computing(self._generations.using(slot, slot_version))
 
     def resume(self, command: ResumeGeneration) -> None:
         """Continue a generation in a slot; do nothing for one that is not suspended.
 
         Those of one adapter wait in the order of these calls, so the oldest is to be the first.
         """
-        if command.target not in self._suspended:
-            return
-        self._suspended.remove(command.target)
-        found = self._generations.find(command.target)
+        found = self._generations.suspended.get(command.target)
         if found is not None:
-            for sequence in found.sequences:
-                sequence.resume(command.slot, command.generation)
-            for sequence in found.unfinished:
-                # A prompt that is being processed is queued when it is collected.
-                if sequence.prompt:
-                    self._enqueue(sequence)
+            self._resume(found, command.slot, command.generation)
 
     def resend(self, request_id: RequestId) -> None:
         """Send running or recent outputs again from their first tokens, if they are known."""
         self._generations.resend(request_id)
 
     def collect(self) -> None:
-        """Move sequences whose prompts have been processed to the queue."""
+        """Move sequences whose prompts have been processed to the queue, and follow the slots."""
+        self._follow_slots()
         if not len(self._prefetcher):
             return
         for sequence, future in self._prefetcher.collect(self._ready):
@@ -184,7 +180,7 @@ class GenerationScheduler:
                 self._fail(sequence, error)
             else:
                 self._generations.of(sequence).set_prompt(future.result())
-                if sequence.command.op not in self._suspended:
+                if self._generations.of(sequence).is_computed:
                     self._enqueue(sequence)
 
     def close(self) -> None:
@@ -196,13 +192,16 @@ class GenerationScheduler:
         self._steps += 1
         if self._steps % RECOVERY_STEPS == 0:
             self._sequences_max = min(self._sequences_max + 1, self._config.max_num_seqs)
+        self._follow_slots()
         self.batch.keep(self._is_resident)
         self._preempt_for_others()
         single = self._prefill_singly > 0
         waiting = Waiting(self._waiting, self._sequences_max, single, self._is_resident)
         if self.batch.admit(waiting):
             self._prefill_singly = max(0, self._prefill_singly - 1)
+        self.batch.budget.begin_step()
         self.batch.step()
+        self.batch.budget.end_step()
 
     def on_tokens(self, sequences: list[Sequence], tokens: list[int]) -> list[int]:
         """Append a token to each sequence; return the indices of those that continue."""
@@ -242,6 +241,40 @@ class GenerationScheduler:
                 self._fail(sequence, failure.error)
         self._enqueue_first(again)
         self._prefill_singly = len(again)
+
+    def _follow_slots(self) -> None:
+        """Suspend and resume generations as their adapters leave slots and enter others."""
+        left = []
+        for _, generation in sorted(self._generations.suspended.items()):
+            place = self._slots.place_of(generation.adapter_id)
+            if place is None:
+                left.append(generation)
+            elif place != generation.place:
+                self._resume(generation, *place)
+        self._stop_computing(left)
+
+    def _stop_computing(self, generations: list[Generation]) -> None:
+        leaving = []
+        for generation in generations:
+            if generation.is_computed:
+                generation.is_computed = False
+                leaving += generation.unfinished
+        if leaving:
+            self.batch.suspend(
+                [one for one in leaving if not self._waiting.remove(one.command.adapter_id, one)]
+            )
+
+    def _resume(self, generation: Generation, slot: Slot, slot_version: int) -> None:
+        """Continue a generation in a slot, from where it was suspended if it was."""
+        del self._generations.suspended[generation.op]
+        for sequence in generation.sequences:
+            sequence.resume(slot, slot_version)
+        if not generation.is_computed:
+            generation.is_computed = True
+            for sequence in generation.unfinished:
+                # A prompt that is being processed is queued when it is collected.
+                if sequence.prompt:
+                    self._enqueue(sequence)
 
     @property
     def _ready(self) -> int:
@@ -304,11 +337,6 @@ class GenerationScheduler:
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         sequences = self._generations.of(sequence).sequences if sequence.is_active else []
         self._generations.fail(sequence, error)
-        self._forget_suspended(sequence.command.op, sequences)
-
-    def _forget_suspended(self, op: OpId, sequences: list[Sequence]) -> None:
-        """Forget a generation that has ended, if it was suspended."""
-        self._suspended.discard(op)
         self.batch.forget(sequences)
 
 

@@ -253,9 +253,9 @@ class Sequence:
         return self.command.priority, self.command.op, self.index
 
     @property
-    def has_progressed(self) -> bool:
-        """True if it has generated a token in its time slice."""
-        return len(self.output.tokens) > self._tokens_before_slice
+    def slice_tokens(self) -> int:
+        """The tokens that it has generated in its time slice."""
+        return len(self.output.tokens) - self._tokens_before_slice
 
     def resume(self, slot: Slot, slot_version: int) -> None:
         """Continue with the adapter in this slot."""

@@ -84,6 +84,15 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         bool,
         option("Let pages of --allowed-origins send cookies and certificates of their users."),
     ] = False
+    client_header: Annotated[
+        str,
+        option(
+            "Header that tells HTTP clients apart, as X-Forwarded-For behind a proxy that sets it; "
+            "clients have equal shares. An API key precedes it. Default: none, so that clients "
+            "without a key are told apart by their addresses.",
+            metavar="NAME",
+        ),
+    ] = ""
     root_path: Annotated[
         str,
         option(
@@ -176,6 +185,15 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         int,
         option("Largest head of an HTTP request; a larger one is refused.", ge=1, unit="bytes"),
     ] = 64 << 10
+    connections_max: Annotated[
+        int,
+        option(
+            "Largest number of HTTP connections. Beyond it, one that waits for its next request "
+            "is closed for a new one, or the new one is refused.",
+            flag="--http-connections",
+            ge=1,
+        ),
+    ] = 4096
     receive_timeout_s: Annotated[
         int,
         option("Time within which a request has to arrive.", ge=1, unit="seconds"),

@@ -1,4 +1,4 @@
-"""API keys, the names of this host, and the web sites that can use it (CORS).
+"""API keys, clients, the names of this host, and the web sites that can use it (CORS).
 
 Keys are compared by their digests in constant time.
 """
@@ -55,14 +55,37 @@ class ApiKeys:
         """Return whether the request has a valid key, or none is needed."""
         if not self._digests:
             return True
-        scheme, _, key = header_of(scope, b"authorization").partition(" ")
-        if scheme.lower() != "bearer":
-            # The header of Anthropic's protocol.
-            key = header_of(scope, b"x-api-key")
-        # Headers were decoded as Latin-1, which keeps their bytes.
-        digest = _digest(key.strip().encode("latin-1"))
+        digest = _digest(_key_of(scope))
         # All keys are compared, so that the time does not depend on which one matches.
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+    def client_of(self, scope: Scope, header: bytes) -> str:
+        """Return the name of a request's client: of its key, header or address, the first it has.
+
+        `header`: the one that tells clients apart if keys don't; empty for none. No key or address
+        can be read from the name.
+        """
+        if self._digests:
+            told = b"key " + _key_of(scope)
+        elif value := header and header_of(scope, header):
+            told = b"header " + value.encode("latin-1")
+        else:
+            # A socket of the file system has no address.
+            told = b"address " + str((scope.get("client") or ("",))[0]).encode()
+        return hashlib.sha256(told).hexdigest()[:_NAME_CHARACTERS]
+
+
+_NAME_CHARACTERS: Final = 16
+
+
+def _key_of(scope: Scope) -> bytes:
+    """Return the key that a request sends; empty if it sends none."""
+    scheme, _, key = header_of(scope, b"authorization").partition(" ")
+    if scheme.lower() != "bearer":
+        # The header of Anthropic's protocol.
+        key = header_of(scope, b"x-api-key")
+    # Headers were decoded as Latin-1, which keeps their bytes.
+    return key.strip().encode("latin-1")
 
 
 def _digest(key: bytes) -> bytes:

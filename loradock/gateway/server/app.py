@@ -1,6 +1,7 @@
 """The ASGI application: all endpoints with their access, and the framework's errors as ours."""
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final
@@ -18,7 +19,6 @@ from loradock.gateway.http.endpoint import (
     Endpoint,
     EndpointApp,
     endpoints_of,
-    header_of,
 )
 from loradock.gateway.http.errors import HttpError, error_response, unauthorized_response
 from loradock.gateway.http.openapi import openapi_document
@@ -37,6 +37,9 @@ from loradock.gateway.page import Page, Past
 from loradock.gateway.server.gateway import Gateway
 from loradock.gateway.server.health import Health, Info
 
+_HOST: Final = re.compile(r"(?:\[(?P<ip>[0-9A-Fa-f:.%]+)\]|(?P<name>[^\[\]:/?#@\s]*))(?::[0-9]*)?")
+"""`HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
+
 _HOST_CHARACTERS: Final = 253
 """The length of the longest name of a host."""
 
@@ -54,9 +57,9 @@ def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -
     async def openapi(_: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    refusal = AccessCheck(keys, updating=updating).refusal
+    access = AccessCheck(keys, config.client_header, updating=updating)
     limits = BodyLimits(config.body_bytes_max, float(config.receive_timeout_s))
-    apps = [(one, EndpointApp(one, limits, refusal, gateway.spans)) for one in table]
+    apps = [(one, EndpointApp(one, limits, access, gateway.spans)) for one in table]
     routes = [Route(one.path, app, methods=[one.method]) for one, app in apps]
     app = Starlette(
         routes=[*routes, Route("/openapi.json", openapi)],
@@ -72,7 +75,7 @@ def _owners(gateway: Gateway) -> list[object]:
     """Return the objects whose methods are the endpoints."""
     config, service, client = gateway.config, gateway.service, gateway.client
     table, names = gateway.table, gateway.names
-    prompts = ChatPrompts(config.allowed_media_domains)
+    prompts = ChatPrompts(config.allowed_media_domains, service.workers)
     chats = Chats(service, prompts)
     metrics = Metrics(
         table,
@@ -87,7 +90,7 @@ def _owners(gateway: Gateway) -> list[object]:
         Responses(service, chats),
         AnthropicMessages(service, chats, prompts),
         PoolingEndpoints(service),
-        Tokens(service, ChatPrompts(())),
+        Tokens(service, ChatPrompts((), service.workers)),
         *((TokenizerInfo(service),) if config.enable_tokenizer_info_endpoint else ()),
         ModelEndpoints(client, table, names, service.context),
         AdapterUpdates(client, table, names),
@@ -136,15 +139,20 @@ class ExactPaths:
 class AccessCheck:
     """The access of requests to endpoints: with a valid key, and while adapters can be changed."""
 
-    def __init__(self, keys: ApiKeys, *, updating: bool) -> None:
-        self._keys = keys if keys.are_needed else None
+    def __init__(self, keys: ApiKeys, client_header: str, *, updating: bool) -> None:
+        self._keys = keys
+        self._client_header = client_header.lower().encode()
         self._updating = updating
+
+    def client_of(self, scope: Scope) -> str:
+        """Return the name of a request's client."""
+        return self._keys.client_of(scope, self._client_header)
 
     def refusal(self, endpoint: Endpoint, scope: Scope) -> Response | None:
         """Return the answer to a request without access; None if it has access."""
         if endpoint.access == "public":
             return None
-        if self._keys is not None and not self._keys.accept(scope):
+        if not self._keys.accept(scope):
             return unauthorized_response(endpoint.shape)
         if endpoint.access == "updating" and not self._updating:
             message = (
@@ -185,9 +193,15 @@ class Entrance:
             return HttpError(
                 431, f"the head is too long; at most {self._head_bytes_max} bytes are read"
             )
+        named = [value for name, value in scope["headers"] if name == b"host"]
+        if len(named) > 1 or (not named and scope["http_version"] == "1.1"):
+            return HttpError(400, f"a request must have one Host header, got {len(named)}")
+        match = _HOST.fullmatch(named[0].decode("latin-1")) if named else None
+        if match is None:
+            return HttpError(400, "the Host header is malformed") if named else None
         # A request without a host is not from a browser.
-        host = "" if self._hosts is None else _host_name(header_of(scope, b"host"))
-        if not host or host in (self._hosts or ()):
+        host = (match["ip"] or match["name"]).rstrip(".").lower()
+        if not host or self._hosts is None or host in self._hosts:
             return None
         message = (
             f"the host {host[:_HOST_CHARACTERS]!r} is not served; address the gateway as "
@@ -201,13 +215,6 @@ def _head_bytes(scope: Scope) -> int:
     for name, value in scope["headers"]:
         size += len(name) + len(value) + 4
     return size
-
-
-def _host_name(header: str) -> str:
-    """Return the host in `HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].rstrip(".").lower()
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -7,7 +7,6 @@ import pytest
 
 from loradock.gateway.http.errors import HttpError
 from loradock.gateway.inference import images
-from loradock.messages.prompts import IMAGE_BYTES_MAX
 
 
 def resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: Any) -> None:
@@ -57,9 +56,3 @@ def test_other_hosts_are_refused_before_they_are_looked_up(monkeypatch: pytest.M
     for url in ("https://evil.example/", "https://cdn.example.evil/", "https://u@evil.example/"):
         with pytest.raises(HttpError, match="allow it with"):
             images.fetch_image(url, ["cdn.example"])
-
-
-def test_data_urls_are_bounded() -> None:
-    assert images.image_of_data_url("data:image/png,a%20b") == b"a b"
-    with pytest.raises(HttpError, match="more than"):
-        images.image_of_data_url("data:," + "a" * (IMAGE_BYTES_MAX + 1))

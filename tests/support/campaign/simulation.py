@@ -376,4 +376,5 @@ def random_limits(rng: random.Random) -> Limits:
         retry_backoff_ms=50,
         digest_interval=rng.choice((1, 8)),
         slot_quantum_ms=int(host_bytes in TURNS_AT_BYTES),
+        turn_tokens=8 * int(host_bytes in TURNS_AT_BYTES and on_host % 2),
     )

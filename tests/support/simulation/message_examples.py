@@ -232,7 +232,7 @@ EXAMPLES: dict[type, Any] = {
             *(11, "r-17", 5, 3, 9, "classify", _INPUTS, _TRACE, _TRUNCATION, 256, _CLIENT)
         ),
         commands.StopGeneration(10, 9),
-        commands.PreemptSlot(12, 3, 9),
+        commands.PreemptSlot(12, 3, 9, 16),
         commands.ResumeGeneration(13, 9, 2, 14),
         commands.ResendTokens("r-10"),
         commands.RequestInventory(41),
