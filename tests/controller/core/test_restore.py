@@ -84,8 +84,11 @@ def test_the_digest_depends_on_each_of_its_fields(name: str) -> None:
         (
             commands.StartPooling(3, "r", 1, 0, 7, "embed"),
             {
-                **{"inputs": ("p",), "trace": "t", "client": "c"},
-                **{"truncation": Truncation(4), "dimensions": 8},
+                "inputs": ("p",),
+                "trace": "t",
+                "client": "c",
+                "truncation": Truncation(4),
+                "dimensions": 8,
             },
         ),
     ],
