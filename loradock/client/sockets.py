@@ -22,7 +22,7 @@ from loradock.client.session import Session
 from loradock.client.streams import Subscription
 from loradock.messages.addresses import (
     EVENTS_PORT_OFFSET,
-    SOCKET_PATH_BYTES_MAX,
+    endpoint,
     with_port_offset,
 )
 from loradock.messages.wire import EVENTS, REPLY_BYTES_MAX, TOKEN_BYTES
@@ -47,16 +47,6 @@ _REMOTE_SILENCE_MS: Final = 30_000
 def runtime_directory(directory: str | os.PathLike[str] | None = None) -> Path:
     """Return the controller's directory: the argument, `$LORADOCK_DIR` or `./.loradock`."""
     return Path(directory or os.environ.get(DIRECTORY_VARIABLE) or DIRECTORY_DEFAULT)
-
-
-def requests_endpoint(directory: Path) -> str:
-    """Return the address for requests; raises `ValueError` for a path that is too long."""
-    return _endpoint(directory, "requests.sock")
-
-
-def events_endpoint(directory: Path) -> str:
-    """Return the address of published events; raises `ValueError` for a path that is too long."""
-    return _endpoint(directory, "events.sock")
 
 
 class Keys(NamedTuple):
@@ -90,7 +80,7 @@ def connection_to(
         if key or server_key:
             raise ValueError("keys need an address: they are for remote controllers")
         local = runtime_directory(directory)
-        return Connection(requests_endpoint(local), events_endpoint(local))
+        return Connection(endpoint(local, "requests.sock"), endpoint(local, "events.sock"))
     if directory is not None:
         raise ValueError("a controller is reached by its directory or by its address, not by both")
     if not key or not server_key:
@@ -176,17 +166,6 @@ def _set_options(socket: "zmq.Socket[Any]", keys: Keys | None) -> None:
     socket.setsockopt(zmq.SNDHWM, _QUEUE_FRAMES_MAX)
     socket.setsockopt(zmq.RCVHWM, _QUEUE_FRAMES_MAX)
     socket.setsockopt(zmq.MAXMSGSIZE, REPLY_BYTES_MAX)
-
-
-def _endpoint(directory: Path, name: str) -> str:
-    path = os.fspath(directory / "run" / name)
-    size = len(os.fsencode(path))
-    if size > SOCKET_PATH_BYTES_MAX:
-        raise ValueError(
-            f"the socket path {path} has {size} bytes and Unix allows {SOCKET_PATH_BYTES_MAX}; "
-            "use a shorter directory, or a relative one"
-        )
-    return f"ipc://{path}"
 
 
 def forked_error(pid: int) -> RuntimeError:

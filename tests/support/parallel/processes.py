@@ -15,7 +15,7 @@ import msgspec
 
 from loradock.controller.core.limits import Limits
 from loradock.controller.server.config import ServerConfig, Supervision
-from loradock.controller.server.transport import endpoint
+from loradock.messages.addresses import endpoint
 from loradock.messages.engine_options import (
     EngineOptions,
     EngineProcess,
