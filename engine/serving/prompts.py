@@ -3,7 +3,7 @@
 Prompts with images, long texts and structures are processed by jobs while others generate.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -126,6 +126,12 @@ class PromptPrefetcher:
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._running)
+
+    @property
+    def clients(self) -> Counter[str]:
+        """The number of sequences of each client that has any."""
+        running = (one for one in self._running.values() if one is not None)
+        return Counter(one.owner[1] for one in (*running, *(one for one, _ in self._queue)))
 
     @property
     def is_busy(self) -> bool:
