@@ -196,9 +196,9 @@ class Output:
 class Sequence:
     """Output number `index` of a request, from the queue to its end.
 
-    `owner`: the adapter and the client whose turns it has. `prompt`: its tokens, empty until `set_prompt`. `images`: its images, until they are in the
-    KV cache. `can_resume`: whether its KV cache can be computed again from its tokens.
-    `is_active`: whether its generation is in progress.
+    `owner`: the adapter and the client whose turns it has. `prompt`: its tokens, empty until
+    `set_prompt`. `images`: its images, until they are in the KV cache. `can_resume`: whether its KV
+    cache can be computed again from its tokens. `is_active`: whether its generation is in progress.
     """
 
     def __init__(self, command: StartGeneration, model: CausalModel, index: int = 0) -> None:

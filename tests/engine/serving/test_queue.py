@@ -1,4 +1,4 @@
-"""Waiting sequences: adapters, and the clients of each, take turns, and none waits for the amount of
+"""Waiting sequences: adapters, and the clients of each, take turns; none waits for the amount of
 another's work.
 """
 

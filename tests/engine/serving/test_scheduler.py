@@ -350,9 +350,10 @@ def test_a_client_waits_for_a_bounded_number_of_tokens_of_a_flood(
         for number in range(40)
     ]
     bench.run(steps=3)
+    for number in range(40, 80 - len(bench.scheduler._waiting)):
+        bench.start(None, (*range(100), number), Sampling(max_tokens=2), request_id=f"a:{number}")
     with pytest.raises(EngineError, match="40 of them of this client"):
-        for number in range(40, 50):
-            bench.start(None, tuple(range(100)), request_id=f"a:{number}")
+        bench.start(None, tuple(range(100)), request_id="a:more")
     passes.clear()
     bench.start(None, PROMPTS[0], Sampling(max_tokens=2), request_id="b:1")
     tokens: list[int] = []
