@@ -17,7 +17,7 @@ of one adapter, with 1 as the weight of each.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from loradock.engine.errors import Conflict, NotResident, NotServed, Overloaded
 from loradock.engine.punica.mapping import BASE
@@ -163,8 +163,20 @@ class _Lines(Generic[T]):
         return _advance(self.by_client)[1].cost
 
 
+class _Waiting(Protocol):
+    """What takes turns: it has credit, and its next item a cost."""
+
+    credit: int
+
+    @property
+    def quantum(self) -> int: ...
+
+    @property
+    def cost(self) -> int: ...
+
+
 _Key = TypeVar("_Key", bound=Hashable)
-_Turn = TypeVar("_Turn", _Line[Any], _Lines[Any])
+_Turn = TypeVar("_Turn", bound=_Waiting)
 
 
 def _advance(turns: "OrderedDict[_Key, _Turn]") -> tuple[_Key, _Turn]:

@@ -139,11 +139,11 @@ class GenerationScheduler:
         waiting = self._waiting.clients + self._prefetcher.clients
         waiting_max = self._config.queue_requests_max
         check_admission(command, self._slots, waiting, waiting_max, self._generations)
-        prepare, is_long = self._prompts.preparation_of(command.prompt, command.sampling)
-        if is_long:
-            self._prefetcher.add(self._generations.add(command), prepare, self._ready)
+        preparation = self._prompts.preparation_of(command.prompt, command.sampling)
+        if preparation.needs_job:
+            self._prefetcher.add(self._generations.add(command), preparation, self._ready)
         else:
-            prepared = prepare()
+            prepared = preparation.prepare()
             sequence = self._generations.add(command)
             self._generations.of(sequence).set_prompt(prepared)
             self._enqueue(sequence)
