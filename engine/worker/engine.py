@@ -73,12 +73,13 @@ class Engine:
             arena, model.shapes, self._read, jobs, report, config.pins
         )
         self._dtype = str(model.dtype).removeprefix("torch.")
-        # A separate pool, so that adapters don't wait for images to be decoded.
-        image_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
+        # A separate pool, so that adapters don't wait for images to be decoded, with a thread more
+        # for structures.
+        prompt_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads + 1, wake)
         residency = self.residency
         slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
         emit = self._outbox.append
-        self._inference = choose_scheduler(model, punica, slots, config, emit, image_jobs)
+        self._inference = choose_scheduler(model, punica, slots, config, emit, prompt_jobs)
         self._batching: Batching = model.batching if isinstance(model, CausalModel) else ""
         self._batching_refusal = next(iter(model.refusals), "")[:REASON_CHARACTERS_MAX]
         self._turns = SlotTurns(self._inference, residency)
