@@ -131,7 +131,7 @@ class EngineInventory(Message, frozen=True):
     engine_id: str
     pid: int
     model: str
-    slots_max: int
+    max_loras: int
     device_bytes_max: Bytes
     last_op: OpId = 0
     running: tuple[OpId, ...] = ()

@@ -101,7 +101,7 @@ class Residency:
         pins: bool,
     ) -> None:
         self.arena: Final = arena
-        self.residents: Final[list[AdapterId | None]] = [None] * arena.slots_max
+        self.residents: Final[list[AdapterId | None]] = [None] * arena.max_loras
         self.host_adapters: Final[dict[AdapterId, HostAdapter]] = {}
         self.checked: Final = CheckedAdapters()
         self._modules = modules

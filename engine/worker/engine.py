@@ -231,7 +231,7 @@ class Engine:
             engine_id=self.engine_id,
             pid=os.getpid(),
             model=self._config.model_directory.resolve().name,
-            slots_max=len(self.residency.residents),
+            max_loras=len(self.residency.residents),
             device_bytes_max=self._config.device_bytes_max,
             last_op=self.last_op,
             running=tuple(sorted(self._running())),

@@ -143,7 +143,7 @@ def stepped(directory: Path) -> Iterator[SteppedWorker]:
     """Serve the tiny model: the controller is a process, the worker runs on a thread."""
     roots = (TINY / "adapters",)
     config = EngineConfig(TINY / "model", roots, device_bytes_max=LIMITS.device_bytes_max)
-    lora = LoRAConfig(max_lora_rank=64, max_loras=LIMITS.slots_max)
+    lora = LoRAConfig(max_lora_rank=64, max_loras=LIMITS.max_loras)
     wakeup = Wakeup()
     engine = SteppedEngine(Engine(load_model(config, lora), config, lora, "e" * 32, wakeup.wake))
     keys = engine_keys(directory)
