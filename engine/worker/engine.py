@@ -19,7 +19,7 @@ from loradock.engine.adapters.lora_model import LoadedAdapter
 from loradock.engine.adapters.reader import KnownFiles, read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import EngineError
-from loradock.engine.jobs import Jobs, ThreadedJobs
+from loradock.engine.jobs import CollectiveJobs, Jobs, ThreadedJobs
 from loradock.engine.memory import allocated_bytes
 from loradock.engine.models.binding import bind_lora, kernels_for
 from loradock.engine.models.causal_model import CausalModel
@@ -27,9 +27,8 @@ from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.residency.residency import OperationJob, Residency
 from loradock.engine.serving.queue import SlotTable
-from loradock.engine.serving.scheduler import choose_scheduler
+from loradock.engine.serving.scheduler import Scheduler, choose_scheduler
 from loradock.engine.serving.turns import SlotTurns
-from loradock.engine.worker.collective_jobs import CollectiveJobs
 from loradock.engine.worker.controller_link import SeenOperations
 from loradock.engine.worker.meter import Meter
 from loradock.messages import commands, reports
