@@ -24,6 +24,7 @@ from loradock.engine.models.binding import bind_lora, kernels_for
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.parallel import ParallelGroup
+from loradock.engine.residency.pinned import PinnedMemory
 from loradock.engine.residency.residency import OperationJob, Residency
 from loradock.engine.serving.queue import SlotTable
 from loradock.engine.serving.scheduler import Scheduler, choose_scheduler
@@ -107,9 +108,8 @@ class Engine:
         self._outbox: list[reports.Report] = []
         report = self._outbox.append
         jobs: Jobs[OperationJob] = _jobs_of(group, config.file_threads, wake)
-        self.residency: Final = Residency(
-            arena, model.shapes, self._read, jobs, report, config.pins
-        )
+        pinned = PinnedMemory(config.pinned_bytes_max) if config.pins else None
+        self.residency: Final = Residency(arena, model.shapes, self._read, jobs, report, pinned)
         self._dtype = str(model.dtype).removeprefix("torch.")
         # A separate pool, so that adapters don't wait for images to be decoded.
         image_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
