@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loradock.engine.layout import next_power_of_two
-from loradock.engine.models.caches.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
 from loradock.engine.punica.wrapper import LaunchKey, PunicaWrapper
 
 _log = structlog.get_logger()

@@ -21,12 +21,12 @@ from loradock.engine.errors import (
     is_out_of_memory,
 )
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_inputs import ImageInputs
 from loradock.engine.models.library.names import PreTrainedConfig
-from loradock.engine.models.vision.image_inputs import ImageInputs
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.serving.attention import longest_lookback, packed_attention
-from loradock.engine.serving.blocks import BlockPool, BlockTable
+from loradock.engine.serving.blocks import BlockPool, BlockTable, root_key
 from loradock.engine.serving.paged_cache import PackedChunk, PackedStep, PagedKVCache
 from loradock.engine.serving.queue import SlotTable, WaitingQueue
 from loradock.engine.serving.sampling import (
@@ -145,6 +145,12 @@ class ForwardRunner:
             reason = f"the model can't process these images: {str(error)[:300]}"
             return ForwardError(Malformed(reason), has_images)
         raise error
+
+    def prefix_root(self, sequence: Sequence) -> bytes:
+        """Return the key before the first block of a sequence, for those that can share blocks."""
+        version, images = self.slots.version_of(sequence.command), sequence.images
+        length = self.model.row_lengths.key_of(sequence.prompt_length)
+        return root_key(version, images.digest if images else b"", length)
 
     @property
     def scored_tokens_max(self) -> int:

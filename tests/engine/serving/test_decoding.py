@@ -19,8 +19,8 @@ from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models import binding
-from loradock.engine.models.caches.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.staging import stage
 from loradock.engine.serving import padded_batch, startup
