@@ -132,7 +132,7 @@ class _BatchTables:
             spans=_spans(self._slots, self._counts, self._starts),
             tokens=tokens,
             token_slots=token_slots[:tokens],
-            active=active,
+            active=active[:1],
             tiles=tuple(
                 Tiles(block_m, table[:words].view(-1, 3))
                 for block_m, words, table in zip(TILE_ROWS, self._tile_words, tiles, strict=True)
