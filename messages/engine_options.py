@@ -40,6 +40,7 @@ QUANTIZATIONS: Final = (
 
 ADAPTER_WEIGHT_MAX: Final = 1000
 DEVICE_BYTES_DEFAULT: Final = 1 << 30
+PINNED_BYTES_DEFAULT: Final = 4 << 30
 STEP_TIMEOUT_MS: Final = 300_000
 
 
@@ -326,6 +327,16 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         int,
         option("Device memory for adapters.", ge=1, le=1 << 50, unit="bytes", is_common=True),
     ] = DEVICE_BYTES_DEFAULT
+    pinned_bytes_max: Annotated[
+        int,
+        option(
+            "Host memory for staged adapters, per process; on a CUDA device it is page-locked, and "
+            "reserved at start.",
+            ge=1,
+            le=1 << 50,
+            unit="bytes",
+        ),
+    ] = PINNED_BYTES_DEFAULT
     key: Annotated[
         str,
         option(

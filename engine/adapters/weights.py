@@ -207,7 +207,7 @@ class SafetensorsFile:
     ) -> tuple[torch.Tensor, memoryview]:
         """Read a part of a tensor, None for all of it; return it, and its bytes."""
         part = part or WHOLE_TENSOR
-        tensor = allocate_host(part.shape_in(stored.shape), stored.dtype, pin=False)
+        tensor = allocate_host(part.shape_in(stored.shape), stored.dtype)
         raw: memoryview = tensor.view(torch.uint8).numpy().data.cast("B")
         if part == WHOLE_TENSOR:
             self._file.read_into(raw, stored.start)
