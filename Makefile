@@ -90,6 +90,10 @@ disturb: $(STAMP)  ## kill, stop and step the clock of real processes under load
 	OMP_NUM_THREADS=1 LORADOCK_DISTURBANCES=$(or $(DISTURBANCES),10000) \
 	  $(BIN)/python -m pytest tests/controller/server/test_server_crashes.py -p no:xdist
 
+disturb-stack: $(STAMP)  ## disturb a whole server under HTTP and native load (ROUNDS=100)
+	OMP_NUM_THREADS=1 LORADOCK_ROUNDS=$(or $(ROUNDS),100) \
+	  $(BIN)/python -m pytest tests/integration/test_disturbed_stack.py -s -p no:xdist
+
 fuzz: $(STAMP)  ## send requests made from the OpenAPI document to a gateway
 	$(PYTHON) -m venv $(VENV)-fuzz
 	$(VENV)-fuzz/bin/pip install --quiet --disable-pip-version-check 'schemathesis>=4,<5'
