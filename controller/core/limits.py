@@ -10,7 +10,11 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from loradock.controller.core.answers import WindowBounds
-from loradock.messages.engine_options import DEVICE_BYTES_DEFAULT
+from loradock.messages.engine_options import (
+    DEVICE_BYTES_DEFAULT,
+    PINNED_BYTES_DEFAULT,
+    MaxLoras,
+)
 from loradock.messages.options import option
 
 RULES = 4
@@ -57,15 +61,7 @@ class Limits(Struct, frozen=True):
 
     PANEL: ClassVar = "Bounds"
 
-    max_loras: Annotated[
-        int,
-        Meta(ge=1, le=65_536),
-        option(
-            "Device slots: the largest number of different adapters in one batch.",
-            former="--slots",
-            is_common=True,
-        ),
-    ] = field(default=8, name="slots_max")
+    max_loras: MaxLoras = field(default=8, name="slots_max")
     max_cpu_loras: Annotated[
         Count,
         option(
@@ -85,11 +81,11 @@ class Limits(Struct, frozen=True):
     pinned_bytes_max: Annotated[
         SizeBytes,
         option(
-            "Host memory for staged adapters and those in slots; page-locked if the device is a "
-            "CUDA device.",
+            "Host memory for staged adapters and those in slots; page-locked and reserved at start "
+            "if the device is a CUDA device.",
             unit="bytes",
         ),
-    ] = 4 * _GIB
+    ] = PINNED_BYTES_DEFAULT
     device_bytes_max: Annotated[
         SizeBytes,
         option(

@@ -13,7 +13,6 @@ from itertools import zip_longest
 from typing import Final, NamedTuple
 
 import structlog
-import torch
 from torch import Tensor
 
 from loradock.engine.config import EngineConfig
@@ -25,6 +24,7 @@ from loradock.engine.errors import (
     NotResident,
     NotServed,
     Overloaded,
+    is_device_out_of_memory,
 )
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.models.tokenization import prompt_tokens
@@ -329,9 +329,9 @@ class PoolingScheduler:
         self._punica.update_metadata(mapping, self._slots.residents)
         try:
             return self._model.results(self._model.forward(prompts, starts)).cpu()
-        except torch.OutOfMemoryError as error:
-            if not self._model.group.is_trivial:
-                # The other ranks are still in the forward pass and can't be interrupted.
+        except RuntimeError as error:
+            # The other ranks are still in the forward pass and can't be interrupted.
+            if not (self._model.group.is_trivial and is_device_out_of_memory(error)):
                 raise
             reason = str(error)
         # The memory of the forward pass is released only after its error.

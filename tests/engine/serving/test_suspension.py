@@ -471,7 +471,7 @@ def test_rows_with_states_are_suspended_with_them(model_type: str, tmp_path: Pat
     blobs = {}
     for slot, name in enumerate(RANKS):
         loaded = read_adapter(name, [tmp_path], model.adapter_target(lora_config))
-        blobs[slot + 1] = stage(loaded.model, model.shapes, lora_config.dtype, False)
+        blobs[slot + 1] = stage(loaded.model, model.shapes, lora_config.dtype)
         arena.begin_write(slot, 1, blobs[slot + 1])
         arena.finish_write(slot)
     slots = SlotTable(arena, [slot + 1 for slot in range(len(RANKS))])
@@ -499,7 +499,7 @@ def test_prompts_with_images_are_suspended_and_not_read_again(
     for number, name in enumerate(IMAGE_NAMES):
         target = bench.model.adapter_target(bench.config)
         loaded = read_adapter(name, [tmp_path / "adapters"], target)
-        blobs[number + 1] = stage(loaded.model, bench.model.shapes, torch.float32, False)
+        blobs[number + 1] = stage(loaded.model, bench.model.shapes, torch.float32)
     driver = bench.driver(max_num_seqs=8, paged_attention=is_paged)
     sampling = Sampling(max_tokens=24)
     ops = {driver.start(row.adapter, bench.prompt(row), sampling): row for row in IMAGE_ROWS}

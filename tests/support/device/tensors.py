@@ -62,7 +62,7 @@ skipping: Final = _Skipping()
 
 @contextmanager
 def skipped_kernels() -> Iterator[None]:
-    """Count launches of Triton kernels in the block, and don't run them: their outputs are zeros."""
+    """Count the launches of Triton kernels, and don't run them: new memory is filled with zeros."""
     skipping.is_on = True
     try:
         yield

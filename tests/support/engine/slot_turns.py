@@ -33,7 +33,7 @@ class Rotation(GenerationBench):
         self.blobs: dict[int, Blob] = {}
         for number, name in enumerate(NAMES):
             loaded = read_adapter(name, [root], target)
-            self.blobs[number + 1] = stage(loaded.model, model.shapes, torch.float32, False)
+            self.blobs[number + 1] = stage(loaded.model, model.shapes, torch.float32)
             self.reset(number, 1)
         self.suspensions = 0
         self.patience, self.turn_tokens = sys.maxsize, 1
