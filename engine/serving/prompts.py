@@ -39,7 +39,7 @@ those for prompts, so that a slow structure delays other structures alone.
 
 
 class Preparation(NamedTuple):
-    """Preparation of a prompt: a call of `to_compile` for its structure, if any, and then of `read`.
+    """Preparation of a prompt: `to_compile` is called for its structure, if any, and then `read`.
 
     `is_long`: whether a job has to read it. A job always compiles.
     """
