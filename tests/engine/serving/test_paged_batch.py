@@ -23,7 +23,6 @@ from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.residency.staging import stage
-from loradock.engine.serving import scheduler
 from loradock.engine.serving.blocks import BLOCK_TOKENS, BlockPool, BlockTable, blocks_around
 from loradock.engine.serving.padded_batch import PaddedBatch
 from loradock.engine.serving.paged_batch import PagedBatch, PagedSequence
@@ -400,10 +399,7 @@ def test_long_rows_in_few_blocks_have_the_tokens_of_transformers(
         bench.start(name, prompt, Sampling(max_tokens=count))
         for name, prompt, count in WINDOW_REQUESTS
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        # Otherwise some leave for adapters that wait, before memory lacks.
-        patch.setattr(scheduler, "NEW_OWNER_STEPS", 1000)
-        bench.run()
+    bench.run()
     for op, request in zip(ops, WINDOW_REQUESTS, strict=True):
         assert bench.output(op)[0] == generate(*request), request
     assert bench.batch.pool.referenced == 0
