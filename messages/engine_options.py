@@ -203,8 +203,8 @@ class EngineOptions:
         int,
         option(
             "Largest number of tokens per step; longer prompts are processed in chunks, so that "
-            "running sequences continue meanwhile. 0 chooses it from the model's speed when it is "
-            "loaded.",
+            "running sequences continue meanwhile. 0 chooses it from what steps cost, also while "
+            "serving.",
             ge=0,
             le=100_000_000,
         ),
@@ -222,7 +222,8 @@ class EngineOptions:
     queue_requests_max: Annotated[
         int,
         option(
-            "Largest number of requests that wait in the engine.",
+            "Largest number of requests that wait in the engine. A client with less than an equal "
+            "share of them is accepted beyond it, up to twice as many in all.",
             ge=1,
             le=10_000_000,
             former="--queue-requests-max",

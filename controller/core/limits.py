@@ -45,7 +45,7 @@ FIXED = ("max_loras", "device_bytes_max")
 """The limits that an engine is started with; the others can change while it runs."""
 
 
-TURNS: Final = (("none", 0), ("latency", 8), ("balanced", 16), ("throughput", 64))
+TURNS: Final = (("none", 0), ("latency", 8), ("balanced", 24), ("throughput", 64))
 """The tokens of an adapter's turn in a slot, by the goal that an operator states."""
 
 TURN_TOKENS_DEFAULT: Final = dict(TURNS)["balanced"]
@@ -158,7 +158,7 @@ class Limits(Struct, frozen=True):
         Meta(ge=0, le=65_536),
         option(
             "How adapters take turns while more of them are used than there are slots: the "
-            "generations of one have 8 tokens each (latency), 16 (balanced) or 64 (throughput), "
+            "generations of one have 8 tokens each (latency), 24 (balanced) or 64 (throughput), "
             "then they pause until its next turn. none: an adapter keeps its slot until its "
             "generations have ended.",
             flag="--turns",

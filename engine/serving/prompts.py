@@ -39,20 +39,20 @@ those for prompts, so that a slow structure delays other structures alone.
 
 
 class Preparation(NamedTuple):
-    """How a prompt is prepared: `compile` its structure, if any, and then `read` it.
+    """Preparation of a prompt: `to_compile` is called for its structure, if any, and then `read`.
 
     `is_long`: whether a job has to read it. A job always compiles.
     """
 
     read: Callable[[], ProcessedPrompt]
     is_long: bool
-    compile: Callable[[], GrammarMatcher] | None = None
+    to_compile: Callable[[], GrammarMatcher] | None = None
     grammar: GrammarMatcher | None = None
 
     @property
     def needs_job(self) -> bool:
         """True if it takes too long for the main loop."""
-        return self.is_long or self.compile is not None
+        return self.is_long or self.to_compile is not None
 
     def prepare(self) -> PreparedPrompt:
         """Return the prompt, whose structure has been compiled."""
@@ -140,11 +140,11 @@ class _Job:
     @property
     def is_compiled(self) -> bool:
         """True if its next job reads the prompt."""
-        return self.preparation.compile is None
+        return self.preparation.to_compile is None
 
     def run(self) -> Any:
         """Return the compiled structure, or the prepared prompt."""
-        compiler = self.preparation.compile
+        compiler = self.preparation.to_compile
         return self.preparation.prepare() if compiler is None else compiler()
 
 
@@ -201,7 +201,7 @@ class PromptPrefetcher:
             if job.is_compiled or future.exception() is not None:
                 prepared.append((job.sequence, future))
                 continue
-            rest = job.preparation._replace(compile=None, grammar=future.result())
+            rest = job.preparation._replace(to_compile=None, grammar=future.result())
             if rest.is_long:
                 self._enqueue(_Job(job.sequence, rest))
             else:
@@ -225,9 +225,9 @@ class PromptPrefetcher:
 
     def _start_jobs(self, ready: int) -> None:
         compiling = sum(not one.is_compiled for one in self._running.values())
+        reading = len(self._running) - compiling
         if self._structures and compiling < COMPILING_MAX:
             self._start(self._structures.pop())
-        reading = len(self._running) - sum(not one.is_compiled for one in self._running.values())
         while self._prompts and ready + reading < PREFETCHED_MAX:
             self._start(self._prompts.pop())
             reading += 1

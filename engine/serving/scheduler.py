@@ -246,7 +246,7 @@ class GenerationScheduler:
         return continuing
 
     def on_preemption(self, sequences: list[Sequence]) -> None:
-        """Let sequences wait again that had to give up their memory."""
+        """Let sequences wait again that had to give up their memory or their place."""
         self._enqueue_first(sequences)
 
     def on_failure(self, sequences: list[Sequence], failure: ForwardError) -> None:
@@ -353,7 +353,7 @@ class GenerationScheduler:
     def _exchange(self, chosen: Sequence, owner: Owner) -> None:
         """Let a sequence of the batch wait, and make it the turn of an owner."""
         self.batch.keep(lambda one: one is not chosen)
-        self._enqueue_first([chosen])
+        self.on_preemption([chosen])
         self._waiting.serve_next(owner)
         self._full_steps = 0
 

@@ -83,7 +83,7 @@ class Engine:
         self._inference = choose_scheduler(model, punica, slots, config, emit, prompt_jobs)
         self._batching: Batching = model.batching if isinstance(model, CausalModel) else ""
         self._batching_refusal = next(iter(model.refusals), "")[:REASON_CHARACTERS_MAX]
-        self._turns = SlotTurns(self._inference, residency)
+        self._turns = SlotTurns(self._inference, residency.execute)
         self._seen_operations = SeenOperations()
         self._meter = Meter()
 

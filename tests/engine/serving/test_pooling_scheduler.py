@@ -143,6 +143,7 @@ def test_requests_take_turns(bench: SchedulerBench) -> None:
 
 def test_clients_take_turns(bench: SchedulerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flood of one client delays the request of another one by one forward pass."""
+    monkeypatch.setattr(bench.scheduler, "_waiting_max", 20)
     monkeypatch.setattr(bench.scheduler, "_tokens_max", 20)
     monkeypatch.setattr(pooling, "BATCH_TOKENS_MAX", 20)
     flood = [bench.start((7,) * 10, (8,) * 10, request_id=f"a:{number}") for number in range(20)]
