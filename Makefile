@@ -20,7 +20,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu rehearse replay sim sim-bugs histories diagrams options supported parity matrix walk rules coverage clean
+.PHONY: $(shell grep -ohE '^[a-z][a-z-]*:' $(MAKEFILE_LIST) | tr -d :)
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -84,6 +84,9 @@ soak: $(STAMP)  ## run a server under load and print what grows (MINUTES=60)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak \
 	  --minutes $(or $(MINUTES),$(and $(HOURS),$(shell echo $$((60 * $(HOURS))))),60)
 
+hostile-load: $(STAMP)  ## print by how many ms hostile HTTP clients delay others (SECONDS=5)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hostile --seconds $(or $(SECONDS),5)
+
 disturb: $(STAMP)  ## kill, stop and step the clock of real processes under load (DISTURBANCES=10000)
 	OMP_NUM_THREADS=1 LORADOCK_DISTURBANCES=$(or $(DISTURBANCES),10000) \
 	  $(BIN)/python -m pytest tests/controller/server/test_server_crashes.py -p no:xdist
@@ -144,6 +147,9 @@ diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 
 wire: $(STAMP)  ## write the messages of docs/wire.md
 	$(BIN)/python -m tests.wire_format
+
+damages: $(STAMP)  ## write the table of damaged logs in docs/operating.md
+	$(BIN)/python -m tests.support.simulation.log_damages
 
 options: $(STAMP)  ## write docs/options.md
 	$(BIN)/python -m tests.option_page

@@ -25,7 +25,6 @@ import torch
 from loradock.messages.errors import (
     DETAIL_CHARACTERS_MAX,
     DETAILS_MAX,
-    ERRORS,
     AdapterConfigRefused,
     AdapterDoesNotFit,
     AdapterNotFound,
@@ -43,6 +42,7 @@ from loradock.messages.errors import (
     Overloaded,
     PathNotAllowed,
     UnknownAdapter,
+    error_of,
     text_of,
 )
 
@@ -139,13 +139,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or is_device_out_of_memory(error):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def error_of(code: ErrorCode, message: str, details: tuple[str, ...] = ()) -> LoradockError:
-    """Return an error with this code."""
-    error = ERRORS[code](message)
-    error.details = details
-    return error
 
 
 def bounded_details(findings: Sequence[str]) -> tuple[str, ...]:

@@ -13,8 +13,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 import xxhash
 
-from loradock.engine.adapters.directory import OpenFile
-from loradock.engine.adapters.file_names import SAFETENSORS_SUFFIX, STREAMED_NAME
+from loradock.engine.adapters.directory import SAFETENSORS_SUFFIX, STREAMED_NAME, OpenFile
 from loradock.engine.adapters.other_formats import load_pickled, load_streamed
 from loradock.engine.adapters.problems import shown
 from loradock.engine.adapters.safetensors_header import (

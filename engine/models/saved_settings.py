@@ -71,7 +71,7 @@ def loader_of(task: Task, config: Any) -> Any:
 
 
 def task_of(directory: Path, config: Any, configured: str) -> Task:
-    """Return the task of the model that was saved in `directory`; `configured` may be "auto".
+    """Return the task of the model that was saved in `directory`; `configured` can be "auto".
 
     A model saved by sentence-transformers embeds, regardless of the class its weights were trained
     in. Otherwise the class that the config names decides, and a model without a head embeds.
@@ -148,7 +148,7 @@ _STATES: Final = {"method": "forward", "method_output_name": "last_hidden_state"
 
 
 def pooling_options(config: EngineConfig, task: Task) -> PoolingOptions:
-    """Return the saved model's settings, overridden by those of the configuration.
+    """Return the saved model's settings, overridden by the configuration.
 
     Raises `ModelRefused` for a saved model with steps or poolings that are not served, and for a
     configuration with embedding settings for a model of another task.
@@ -296,10 +296,10 @@ _QUANTIZATION_MAKERS: Final[dict[str, Callable[[], Any]]] = {
 def dtype_of(
     config: EngineConfig, model_config: Any, group: ParallelGroup
 ) -> torch.dtype | Literal["auto"]:
-    """Return the dtype to load a model in; "auto" is the one that it was saved in.
+    """Return the dtype to load a model in; "auto" is the dtype that it was saved in.
 
     Weights in half precision are loaded in float32 on a processor without instructions for them,
-    except by several ranks, whose processors may differ.
+    except by several ranks, whose processors can differ.
     """
     if config.dtype != "auto":
         return LORA_DTYPES[config.dtype]

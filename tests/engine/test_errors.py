@@ -25,7 +25,7 @@ BUILT_IN = {
 
 @pytest.mark.parametrize("code", ErrorCode)
 def test_every_code_has_a_class_which_is_public_and_the_built_in_exception(code: ErrorCode) -> None:
-    error = error_of(code, "why", ("a detail",))
+    error = error_of(code, "why", details=("a detail",))
     assert (type(error), error.code) == (ERRORS[code], code)
     assert (error.message, error.args, error.details) == ("why", ("why",), ("a detail",))
     assert str(error).startswith(f"{code.value} ")

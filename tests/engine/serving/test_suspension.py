@@ -159,9 +159,9 @@ def test_a_suspended_generation_that_is_stopped_ends_and_frees_its_memory(
 ) -> None:
     bench = bench_of(paged_attention=paged)
     op = bench.start(NAMES[0], PROMPTS[1], Sampling(max_tokens=50, ignore_eos=True))
-    assert not bench.scheduler.has_progressed(0, 1)
+    assert not bench.scheduler.is_turn_over(0, 1, 1)
     bench.run(steps=4)
-    assert bench.scheduler.has_progressed(0, 1)
+    assert bench.scheduler.is_turn_over(0, 1, 1)
     bench.scheduler.suspend(0, 1)
     assert (bench.scheduler.is_idle, bench.scheduler.suspended) == (True, [op])
     assert bench.scheduler.operations == [op]
@@ -412,7 +412,7 @@ def run_in_moving_slots(
         driver.run(steps=3)
         if scheduler.is_idle:
             return suspensions
-        if not all(scheduler.has_progressed(*place) for place in places.values()):
+        if not all(scheduler.is_turn_over(*place, 1) for place in places.values()):
             continue
         for slot, before in places.values():
             scheduler.suspend(slot, before)

@@ -63,7 +63,7 @@ class Rotation(GenerationBench):
             self._ages[slot] += 1
             is_over = self._ages[slot] > self.patience
             if not self._waiting or not (
-                is_over or self.scheduler.has_progressed(slot, generation)
+                is_over or self.scheduler.is_turn_over(slot, generation, 1)
             ):
                 continue
             if adapter_id:
