@@ -29,9 +29,11 @@ class DirectEngine:
         self._fingerprints: dict[str, str] = {}
 
     def step(self) -> None:
-        """Run one step, and take its reports."""
+        """Run one step, and take its reports; RuntimeError if an operation failed."""
         self.engine.step()
         for report in self.engine.poll():
+            if isinstance(report, reports.OperationFailed):
+                raise RuntimeError(report.message)
             if isinstance(report, TokensStreamed):
                 text = self.texts.get(report.request_id, "")
                 self.texts[report.request_id] = text + report.text
@@ -46,15 +48,12 @@ class DirectEngine:
         return self._op
 
     def wait(self, op: int) -> Any:
-        """Step until an operation has ended; RuntimeError if it failed."""
+        """Step until an operation has ended, and return its report."""
         while op not in self._ended:
             self.step()
             if self.engine.is_idle:
                 time.sleep(0.0005)
-        report = self._ended.pop(op)
-        if isinstance(report, reports.OperationFailed):
-            raise RuntimeError(report.message)
-        return report
+        return self._ended.pop(op)
 
     def do(self, kind: type, **fields: Any) -> Any:
         """Submit a command, and wait for its end."""

@@ -69,7 +69,7 @@ def measure(root: Path, size: Size, captured: bool, bandwidth: float) -> None:
         *(root, (root,)),
         device="cuda",
         max_num_seqs=max(size.rows),
-        max_model_len=2 * size.context + size.steps,
+        max_model_len=size.context + 8 * size.steps + 64,
         device_bytes_max=SLOTS * (1 << 28),
         capture_steps=captured,
     )

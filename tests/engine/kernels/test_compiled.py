@@ -24,7 +24,11 @@ CHOSEN = [pair for pair in ALL if pair[1] == "bf16" or pair == (80, "fp32")]
 PAIRS = ALL if os.environ.get("LORADOCK_COMPILE_ALL") == "1" else CHOSEN
 
 RESIDENT_WARPS_MIN = {"bf16": 12, "fp16": 12, "fp32": 8}
-"""Fewer can't hide the latency of memory; float32 has twice the bytes in shared memory."""
+"""Fewer can't hide the latency of memory; float32 has twice the bytes in shared memory.
+
+The sums of splits are left out: they read little, and only layers that are sharded by rank launch
+them.
+"""
 
 VARIANTS_MAX = 26
 """Of each architecture and dtype; each is compiled at start for each layer that it is used in."""
@@ -52,8 +56,9 @@ def test_no_spills_no_atomics_tensor_cores_wide_loads_and_resident_warps(
         assert made.spilled_bytes <= SPILLED_BYTES_MAX, job.name
         assert made.count(LOCAL_MEMORY) <= SPILLED_BYTES_MAX // 2, job.name
         assert made.shared_bytes <= SHARED_BYTES_MAX[architecture], job.name
-        resident = made.resident_warps(job.warps, architecture)
-        assert resident >= RESIDENT_WARPS_MIN[dtype], job.name
+        if job.kernel.__name__ not in SUMS:
+            resident = made.resident_warps(job.warps, architecture)
+            assert resident >= RESIDENT_WARPS_MIN[dtype], job.name
         assert made.count(FLOAT_ATOMICS) == 0, job.name
         assert made.count("EXIT") > 0, "no instruction was read"
         if job.kernel.__name__ not in SUMS:
