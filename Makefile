@@ -13,6 +13,7 @@ CORE_TESTS := tests/controller/core tests/controller/states
 ONLY   ?=
 ROOM   ?=
 SEED   ?=
+STAGES ?=
 N      ?= 20000
 STEPS  ?= 200
 DIR    ?= .loradock-demo
@@ -90,6 +91,10 @@ disturb: $(STAMP)  ## kill, stop and step the clock of real processes under load
 	OMP_NUM_THREADS=1 LORADOCK_DISTURBANCES=$(or $(DISTURBANCES),10000) \
 	  $(BIN)/python -m pytest tests/controller/server/test_server_crashes.py -p no:xdist
 
+disturb-stack: $(STAMP)  ## disturb a whole server under HTTP and native load (ROUNDS=100)
+	OMP_NUM_THREADS=1 LORADOCK_ROUNDS=$(or $(ROUNDS),100) \
+	  $(BIN)/python -m pytest tests/integration/test_disturbed_stack.py -s -p no:xdist
+
 fuzz: $(STAMP)  ## send requests made from the OpenAPI document to a gateway
 	$(PYTHON) -m venv $(VENV)-fuzz
 	$(VENV)-fuzz/bin/pip install --quiet --disable-pip-version-check 'schemathesis>=4,<5'
@@ -124,8 +129,8 @@ rehearse: $(STAMP)  ## run the engine on a simulated CUDA device, and print a de
 	  tests/rehearsal tests/integration/test_engine_gpu.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearse
 
-gpu: $(STAMP)  ## run the tests and benchmarks that need a CUDA device
-	$(BIN)/python -m benchmarks.gpu
+gpu: $(STAMP)  ## what needs a CUDA device: smoke, step, kernels, tune, tests (STAGES="smoke step")
+	$(BIN)/python -m benchmarks.gpu $(STAGES)
 
 replay: $(STAMP)  ## replay the demo's log and compare its digests (DIR=...)
 	$(BIN)/loradock --dir $(DIR) replay

@@ -40,6 +40,7 @@ QUANTIZATIONS: Final = (
 
 ADAPTER_WEIGHT_MAX: Final = 1000
 DEVICE_BYTES_DEFAULT: Final = 1 << 30
+PINNED_BYTES_DEFAULT: Final = 4 << 30
 STEP_TIMEOUT_MS: Final = 300_000
 
 
@@ -202,8 +203,8 @@ class EngineOptions:
         int,
         option(
             "Largest number of tokens per step; longer prompts are processed in chunks, so that "
-            "running sequences continue meanwhile. 0 chooses it from the model's speed when it is "
-            "loaded.",
+            "running sequences continue meanwhile. 0 chooses it from what steps cost, also while "
+            "serving.",
             ge=0,
             le=100_000_000,
         ),
@@ -221,7 +222,8 @@ class EngineOptions:
     queue_requests_max: Annotated[
         int,
         option(
-            "Largest number of requests that wait in the engine.",
+            "Largest number of requests that wait in the engine. A client with less than an equal "
+            "share of them is accepted beyond it, up to twice as many in all.",
             ge=1,
             le=10_000_000,
             former="--queue-requests-max",
@@ -326,6 +328,16 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         int,
         option("Device memory for adapters.", ge=1, le=1 << 50, unit="bytes", is_common=True),
     ] = DEVICE_BYTES_DEFAULT
+    pinned_bytes_max: Annotated[
+        int,
+        option(
+            "Host memory for staged adapters, per process; on a CUDA device it is page-locked, and "
+            "reserved at start.",
+            ge=1,
+            le=1 << 50,
+            unit="bytes",
+        ),
+    ] = PINNED_BYTES_DEFAULT
     key: Annotated[
         str,
         option(

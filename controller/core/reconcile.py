@@ -42,6 +42,9 @@ from loradock.messages.ids import (
     RequestId,
 )
 
+FIRST_TOKEN_SHARE: Final = 4
+"""A turn has one of this many parts of its tokens while a request without a token waits."""
+
 
 def reconcile(context: Context) -> None:
     """Reconcile new requests, dirty adapters, batches and queues until nothing more can be done."""
@@ -267,7 +270,7 @@ def _end_turns(context: Context) -> None:
     next one.
     """
     world = context.world
-    tokens = context.limits.turn_tokens
+    tokens = _turn_tokens(context)
     quantum_ns = 0 if tokens else context.limits.slot_quantum_ms * NANOS_PER_MS
     ends, since = [], world.seq
     leaving = [world.adapters[adapter_id] for adapter_id in world.demoting]
@@ -286,6 +289,17 @@ def _end_turns(context: Context) -> None:
     if ends and not world.time_ns < world.turn_end_ns <= min(ends):
         world.turn_end_ns = min(ends)
         world.add_deadline(world.turn_end_ns, "turn", 0)
+
+
+def _turn_tokens(context: Context) -> int:
+    """Return the tokens of a turn: fewer if an adapter waits whose requests have no token yet.
+
+    0: turns have a time, or none are taken.
+    """
+    world, tokens = context.world, context.limits.turn_tokens
+    queue = world.queues.by_tier["device"]
+    has_new = any(not world.has_suspended(world.adapters[adapter_id]) for _, adapter_id in queue)
+    return -(-tokens // FIRST_TOKEN_SHARE) if has_new else tokens
 
 
 def _take_next_step(context: Context, adapter: Adapter) -> None:

@@ -121,7 +121,12 @@ class ClientSessions:
             elif type(message) is ChangeSettings:
                 self.changes.append((route, message))
             else:
-                self._receive(client, message, body)  # type: ignore[arg-type]
+                own = message if refusal_of is None else self._confined(user, message)
+                self._receive(client, own, body)  # type: ignore[arg-type]
+
+    def _confined(self, user: str, message: requests.Request) -> requests.Request:
+        adapter = self._controller.world.current(getattr(message, "adapter", None) or "")
+        return self._access.confined(user, message, "" if adapter is None else adapter.path)
 
     def _refuse_at(self, route: bytes, refused: requests.Refused) -> None:
         """Refuse a request that has no place in the tables of requests."""
@@ -272,6 +277,7 @@ class ClientSessions:
         route = self._clients.route_of(client)
         if type(reply) is requests.Refused:
             reply = diagnostics.failures.complete(reply)
+            reply = self._access.shown(self._clients.user_of(client), reply)
         if route is not None:
             self._outbox.add(route, _unscoped(reply, own_id))
         if type(reply) in _STREAMED:

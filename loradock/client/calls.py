@@ -2,7 +2,7 @@
 
 `ClientCall` holds one request until it is settled: its encoding, when that is sent next, the
 deadline and the outcome. `GenerationCall` and `PoolingCall` add output that is streamed before a
-final reply, in chunks that may repeat, overlap or have gaps. The table of all calls is
+final reply, in chunks that can repeat, overlap or have gaps. The table of all calls is
 `loradock.client.session.Session`.
 
 An attempt is settled exactly once: by an answer, a refusal or the deadline.

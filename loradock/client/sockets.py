@@ -38,7 +38,7 @@ DIRECTORY_DEFAULT: Final = ".loradock"
 _RECONNECT_MS: Final = 50
 _RECONNECT_MS_MAX: Final = 1000
 _QUEUE_FRAMES_MAX: Final = 100_000
-# How long a closed socket may still send: a cancellation whose answer is not awaited.
+# How long a closed socket can still send: a cancellation whose answer is not awaited.
 _LINGER_MS: Final = 100
 # A remote controller that has vanished is connected to again after this time.
 _REMOTE_SILENCE_MS: Final = 30_000
@@ -113,7 +113,7 @@ def open_events(context: "zmq.Context[Socket]", connection: Connection) -> Socke
 def unserved_reason(connection: Connection) -> str:
     """Return why no process accepts connections for requests; empty if one does.
 
-    A remote address is not tried: a connection to it may take long.
+    A remote address is not tried: a connection to it can take long.
     """
     if connection.keys is not None:
         return ""
@@ -137,7 +137,7 @@ def unserved_reason(connection: Connection) -> str:
 
 
 def silence_reason(connection: Connection) -> str:
-    """Return why no local server answers, and the command that starts one; empty if one may."""
+    """Return why no local server answers, and the command that starts one; empty if one can."""
     reason = unserved_reason(connection)
     if not reason:
         return ""
@@ -201,15 +201,6 @@ class Port(ABC):
         )
         self._socket: zmq.Socket[bytes] = open_requests(context, connection)
 
-    async def complete(self, call: C) -> C:
-        """Send a call that has begun and wait until it is settled; it is then forgotten."""
-        self.flush()
-        try:
-            await self.wait(call, lambda: call.settled)
-        finally:
-            self.session.forget(call)
-        return call
-
     @abstractmethod
     def use(self) -> AbstractContextManager[None]:
         """Return the context in which the session is used.
@@ -232,7 +223,7 @@ class Port(ABC):
 
     @abstractmethod
     def drop(self, call: GenerationCall) -> None:
-        """Cancel a generation that nothing refers to; any thread may call this."""
+        """Cancel a generation that nothing refers to; any thread can call this."""
 
     @abstractmethod
     def subscribe(self) -> Subscription:

@@ -210,6 +210,7 @@ def engine_process(config: ServeConfig, supervision: Supervision, key: str) -> E
         tensor_parallel_size=options.tensor_parallel_size,
         max_loras=limits.max_loras,
         device_bytes_max=limits.device_bytes_max,
+        pinned_bytes_max=limits.pinned_bytes_max,
         key=key,
         server_key=str(store.server_public_path),
         log_format=options.log_format,

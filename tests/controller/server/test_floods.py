@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from loradock.controller.server import listener
+from loradock.controller.server import clients, event_stream, listener, queries, transport
 from loradock.controller.server.connection_guard import SUBSCRIBER_BYTES_MAX
 from loradock.controller.server.transport import Transport
 from loradock.messages.addresses import EVENTS_PORT_OFFSET
+from loradock.messages.wire import REPORTS
 from loradock.processes.key_files import read_key_pair
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation.key_examples import allow, server_key, use_keys
 from tests.support.simulation.remote_examples import free_address, port_of
+from tests.support.sources import ROOT
 from tests.support.waiting import HANG_S, wait_until
 
 FLOOD_BYTES = 4 << 20
@@ -46,6 +48,33 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str, ControllerProcess]]:
     with controller(directory, listen=address) as process:
         wait_until((directory / "run" / "engine.sock").exists)
         yield directory, address, process
+
+
+def test_the_table_of_bounds_has_the_bounds() -> None:
+    page = (ROOT / "docs" / "operating.md").read_text()
+    table = page.split("What a peer can make the controller hold:")[1].split("Local clients")[0]
+    mib = 1 << 20
+    stated = {
+        f"{SUBSCRIBER_BYTES_MAX >> 10} KiB sent, in frames of at most "
+        f"{listener.SUBSCRIPTION_BYTES_MAX >> 10} KiB",
+        f"{listener.UNREAD_REQUESTS_BYTES_MAX // mib} MiB a connection (an engine: "
+        f"{2 * REPORTS.bytes_max // mib} MiB)",
+        f"{listener._REQUEST_BYTES_HARD_MAX // mib} MiB; {REPORTS.bytes_max // mib} MiB",
+        f"{listener._LOCAL_REQUESTS_QUEUED_MAX} local, "
+        f"{listener._REMOTE_REQUESTS_QUEUED_MAX} remote",
+        f"{clients.PAYLOAD_BYTES_MAX >> 30} GiB of all",
+        f"{clients.CLIENTS_MAX:,}; {clients.CLIENTS_PER_ROUTE_MAX}",
+        f"{transport.UNREAD_BYTES_PER_CLIENT_MAX // mib} MiB a client, "
+        f"{transport.UNREAD_BYTES_MAX // mib} MiB of all",
+        f"{transport.UNSENT_BYTES_PER_CLIENT_MAX // mib} MiB each, for "
+        f"{transport.UNSENT_CLIENTS_MAX} clients",
+        f"{listener._QUEUE_FRAMES_MAX:,}",
+        f"{queries.QUERIES_PER_CLIENT_MAX} a client, {queries.QUERIES_MAX:,} of all",
+        f"{event_stream.FETCHES_PER_CLIENT_MAX} a client, {event_stream.FETCHES_MAX} of all",
+        f"{listener._HANDSHAKE_MS // 1000} s",
+    }
+    bounds = {line.split("|")[2].strip() for line in table.splitlines() if line.startswith("| ")}
+    assert stated <= bounds, stated - bounds
 
 
 def memory_bytes(process: ControllerProcess) -> int:

@@ -10,15 +10,11 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 from loradock.client import AsyncClient
 from loradock.client.calls import NO_ID, ClientCall, Timing
 from loradock.client.session import Session
-from loradock.controller.log.replay import replay
-from loradock.controller.log.segments import verify
 from loradock.messages.errors import UnknownAdapter
 from loradock.messages.requests import (
     PrefetchAdapter,
@@ -27,7 +23,8 @@ from loradock.messages.requests import (
     ShowStatus,
     StatusShown,
 )
-from tests.support.parallel.processes import ADAPTERS, ROOT, ControllerProcess, controller, engine
+from tests.support.parallel.processes import ADAPTERS, ControllerProcess, controller, engine
+from tests.support.parallel.replays import assert_replays_equal
 from tests.support.parallel.stepped_controller import SteppedClock
 from tests.support.simulation.shell_examples import RawClient, logged
 from tests.support.waiting import HANG_S
@@ -152,7 +149,7 @@ def test_disturbances_lose_no_request_and_repeat_none(tmp_path: Path) -> None:
     assert load.acknowledged >= DISTURBANCES
     assert status.epoch
     assert DISTURBANCES < 30 or min(disturbances.counts.values()) > 0
-    _assert_replays_equal(directory, status)
+    assert_replays_equal(directory, status)
 
 
 KILLS = 10
@@ -199,32 +196,3 @@ def _settle(session: Session, raw: RawClient, request: Request) -> tuple[ClientC
         else:
             now += 0.05
     return call, sent
-
-
-def _assert_replays_equal(directory: Path, status: StatusShown) -> None:
-    verdict = verify(directory / "log")
-    assert verdict.corruption is None
-    # After the newest snapshot there may be no recorded digest to compare with.
-    result = replay(directory / "log", until=status.seq, from_start=True)
-    assert result.divergence is None
-    assert result.digests_compared > 0
-    assert result.digest == status.digest
-    assert _replay_elsewhere(directory, status.seq) == status.digest
-
-
-def _replay_elsewhere(directory: Path, until: int) -> str:
-    """Return what another process with another hash seed computes from the newest snapshot."""
-    code = (
-        "import sys; from pathlib import Path; from loradock.controller.log.replay import replay; "
-        "print(replay(Path(sys.argv[1]), int(sys.argv[2])).digest)"
-    )
-    environment = os.environ | {"PYTHONHASHSEED": "4711"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(directory / "log"), str(until)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
