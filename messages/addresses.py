@@ -30,7 +30,7 @@ def endpoint(directory: Path, name: str) -> str:
 def with_port_offset(address: str, offset: int) -> str:
     """Return `tcp://HOST:PORT` with a higher port; raises `ValueError` for another address.
 
-    Clients send requests to the port itself, events are published at the next one, and the one
+    Clients send requests to the port itself, events are published at the next port, and the port
     after that is for engines.
     """
     matched = _ADDRESS.match(address)

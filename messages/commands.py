@@ -115,7 +115,7 @@ class StartGeneration(_Command, frozen=True):
     """Generate with an adapter in a slot (`adapter_id` 0: the base model, slot -1).
 
     The core sees nothing of what follows `generation`; the shell adds it when it sends the command.
-    Whom the request is for: the client in `request_id`, and the one that it names in `client`.
+    Whom the request is for: the client in `request_id`, and the client that `client` names.
     """
 
     request_id: RequestId

@@ -1,6 +1,6 @@
 """Requests about the server itself, and the replies: its requests, its settings, its end.
 
-They are never logged. A repeated one is executed again, with the same result.
+They are never logged. A repeated request is executed again, with the same result.
 """
 
 from typing import Annotated, Literal

@@ -271,7 +271,7 @@ class HandlingFailed(LoradockError):
 
 
 class ServerStops(LoradockError):
-    """The server is stopping: requests in progress end, and new ones are refused."""
+    """The server is stopping: requests in progress end, and new requests are refused."""
 
     code = ErrorCode.STOPPING
 

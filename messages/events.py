@@ -81,7 +81,7 @@ class AdapterRemoved(Message, frozen=True):
 
 
 class AdapterReplaced(Message, frozen=True):
-    """A new version took over the name; the old one ends its requests and is then dropped."""
+    """A new version took over the name; the old version ends its requests and is then dropped."""
 
     adapter: AdapterName
     fingerprint: str

@@ -120,7 +120,7 @@ class EvictAdapter(_Downward, frozen=True):
 class RemoveAdapter(_Request, frozen=True):
     """Forget an adapter; answered when its memory is free.
 
-    `force`: also one that is held or in use. Its name is free at once; inference that runs or waits
+    `force`: also if it is held or in use. Its name is free at once; inference that runs or waits
     ends before.
     """
 
@@ -289,7 +289,7 @@ class TokensStreamed(_Reply, frozen=True):
 
 
 class GenerationDone(_Reply, frozen=True):
-    """The final reply to a `Generate`: the tokens of all outputs, and how the last one ended."""
+    """The final reply to a `Generate`: the tokens of all outputs, and how the last output ended."""
 
     adapter: AdapterName | None
     finish_reason: FinishReason
@@ -367,7 +367,7 @@ class AdaptersPage(_Page, frozen=True):
 
 
 class AdapterShown(_Reply, frozen=True):
-    """One adapter's current version, retired ones that still run, and its latest failure.
+    """One adapter's current version, retired versions that still run, and its latest failure.
 
     `batching` and `batching_refusal` are the engine's; see `EngineStatistics`.
     """
@@ -419,7 +419,7 @@ class StatusShown(_Reply, frozen=True):
 
 
 class EventsFetched(_Reply, frozen=True):
-    """Events in order; `last_seq` is the newest published one, so that a gap can be seen."""
+    """Events in order; `last_seq` is the newest published event, so that a gap can be seen."""
 
     events: tuple[Published, ...]
     last_seq: Seq

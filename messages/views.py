@@ -147,7 +147,7 @@ class EngineStatistics(Value, frozen=True):
     """Measurements of an engine since its start, and its memory; durations in nanoseconds.
 
     `steps` are forward passes, which took `step_ns`; they computed `prompt_tokens` and
-    `output_tokens`. `running` requests take part in the next step, `waiting` ones are in the
+    `output_tokens`. `running` requests take part in the next step, `waiting` requests are in the
     engine's queue; `preempted` counts those that waited again. A request was queued from its
     arrival in the engine until its first step: `queued` requests for `queue_ns` in all, by
     `DURATION_BOUNDS_S` in `queue_counts`. `slot_writes` and `slot_resets` count complete changes of

@@ -39,7 +39,7 @@ STATES_HOLDING: Final[dict[TierName, tuple[AdapterState, ...]]] = {
 def needed_bytes(adapter: Adapter, tier: TierName) -> int:
     """Return the bytes that the adapter is charged when it enters a tier.
 
-    Pageable memory holds it as it was read or as it was packed, so the larger one counts.
+    Pageable memory holds it as it was read or as it was packed, so the larger size counts.
     """
     if tier == "host":
         return max(adapter.load_bytes, adapter.blob_bytes)
@@ -118,7 +118,7 @@ def _is_in(adapter: Adapter, tier: TierName) -> bool:
 
 
 def assign_slot(context: Context, adapter: Adapter, index: int, generation: int) -> None:
-    """Record the adapter in a slot, which must have been removed from the free ones."""
+    """Record the adapter in a slot, which must have been removed from the free slots."""
     slot = context.world.slots[index]
     slot.adapter_id, slot.generation = adapter.id, generation
     context.world.slots.mark_changed(index)

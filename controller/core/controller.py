@@ -54,7 +54,7 @@ class Controller:
     ) -> list[Action]:
         """Handle one input at `time_ns`; returns the actions to perform.
 
-        A time before the last one counts as the last one, so that the log's time never decreases.
+        A time before the last time counts as the last time, so that the log's time never decreases.
         `body` is the hash of a request's body, by which its repetitions are known, `report_seq` the
         number of a report's frame. `checked`: what `check` returned for the request; it is checked
         again if another input came in between. After an exception the state is undefined.
@@ -81,7 +81,7 @@ class Controller:
         self.world.time_ns = max(self.world.time_ns, time_ns)
 
     def adopt(self, other: "Controller") -> None:
-        """Continue with the state of another controller, in this one's objects.
+        """Continue with the state of another controller, in the objects of this controller.
 
         For a state that an exception has left half changed: views of the world stay valid.
         """
@@ -133,7 +133,7 @@ class Controller:
         return ""
 
     def _used(self, limit: str) -> int:
-        """Return how much of a limit is in use; 0 for one that excludes nothing."""
+        """Return how much of a limit is in use; 0 for a limit that excludes nothing."""
         world = self.world
         host, pinned = world.tiers["host"], world.tiers["pinned"]
         match limit:

@@ -4,13 +4,26 @@ They are a part of the state, so that a replay leads to the same numbers. `World
 of all, `World.past_counters` the sum of removed adapters, `World.base_counters` the base model's.
 """
 
-from typing import Final
+from typing import Final, TypeVar
 
 from msgspec import Struct
 
-from loradock.controller.core.fast_assignment import fast_assignment
 from loradock.messages import commands
 from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
+
+S = TypeVar("S", bound=Struct)
+
+
+def fast_assignment(kind: type[S]) -> type[S]:
+    """Let the interpreter assign the fields of a struct with `gc=False`; a class decorator.
+
+    msgspec's own assignment is there for the garbage collector, which does not visit these structs,
+    and hides from the interpreter where a field is: it takes several times as long.
+    """
+    # Both: they are one function of the type. In the class's body msgspec would replace them.
+    kind.__setattr__ = object.__setattr__  # type: ignore[method-assign]
+    kind.__delattr__ = object.__delattr__  # type: ignore[method-assign]
+    return kind
 
 
 @fast_assignment

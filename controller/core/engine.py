@@ -194,7 +194,7 @@ def _discard_lost(
     operations: list[tuple[OpId, Operation]],
 ) -> None:
     # Unacknowledged reports arrived before the inventory. So an operation that is not after the
-    # engine's last one, does not run and is still open was lost in transit. A new one replaces it.
+    # engine's last, does not run and is still open was lost in transit. A new one replaces it.
     kept = {op for op, _ in surviving(context.world, inventory)}
     for op, operation in operations:
         if op not in kept:
@@ -257,7 +257,7 @@ def _reconcile_all(context: Context) -> None:
             context.ready.append((request_id, pending))
         context.dirty_adapters.update(dict.fromkeys(pending.adapters))
     adapters = [world.adapters[a] for a in {**world.promoting, **world.demoting}]
-    # After the requested ones: held ones, then the most recently used.
+    # After the requested adapters: held adapters, then the most recently used.
     for adapter in sorted(adapters, key=lambda a: (not a.held, -a.lru_stamp, a.id)):
         context.dirty_adapters[adapter.id] = None
 

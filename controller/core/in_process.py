@@ -142,7 +142,7 @@ class InProcessController:
         self._handle(records.TimerFired(), self.world.timer_ns)
 
     def _refusal_text(self, reply: requests.Refused, stalled: bool) -> str:
-        """Return the core's text, or one without waiting times if time was skipped."""
+        """Return the core's text, or a text without waiting times if time was skipped."""
         if not stalled or reply.code is not ErrorCode.NO_ROOM:
             return reply.message
         host, device = self.world.tiers["host"], self.world.tiers["device"]

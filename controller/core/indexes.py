@@ -78,7 +78,7 @@ class DigestDict(dict[K, V], Generic[K, V]):
             self._changed.discard(key)
 
     def digest(self) -> int:
-        """Return the sum over all entries; hashes the changed ones only."""
+        """Return the sum over all entries; hashes the changed entries only."""
         # The order of this set does not matter, because addition is commutative.
         changed, hashes = self._changed, self._hashes
         present = [key for key in changed if key in self]
@@ -95,7 +95,7 @@ class DigestDict(dict[K, V], Generic[K, V]):
 
 
 class LruOrder:
-    """Adapters by their stamps, which are unique: the least recently used one is the first.
+    """Adapters by their stamps, which are unique: the least recently used is the first.
 
     Iterating while it is changed is undefined.
     """

@@ -82,7 +82,7 @@ def _require(holds: bool, problem: str) -> None:
 def _check_bounds(world: World, limits: Limits) -> None:
     """Answers and unanswered requests do not exceed their bounds.
 
-    A running one stays pending if it was refused because its bound was lowered.
+    A running request stays pending if it was refused because its bound was lowered.
     """
     answers = len(world.answers)
     pending = sum(1 for one in world.pending_requests.values() if not one.answered)
@@ -150,7 +150,7 @@ def _check_usage(world: World) -> None:
 
 
 def _check_indexes(world: World) -> None:
-    """Every index equals the one that is built from the records."""
+    """Every index equals the index that is built from the records."""
     rises = {
         a.id: RESIDENCY_LEVEL[a.goal] - RESIDENCY_LEVEL[a.state] for a in world.adapters.values()
     }
@@ -184,7 +184,7 @@ def _check_indexes(world: World) -> None:
 
 
 def _check_exemptions(world: World) -> None:
-    """No held adapter is demoted, and no leased one leaves its slot."""
+    """No held adapter is demoted, and no leased adapter leaves its slot."""
     for adapter in world.adapters.values():
         is_demoted = RESIDENCY_LEVEL[adapter.goal] < RESIDENCY_LEVEL[adapter.state]
         _require(not (adapter.held and is_demoted), f"held {adapter} is demoted")

@@ -57,7 +57,7 @@ class LimitsError(ValueError):
 
 
 class Limits(Struct, frozen=True):
-    """The bounds of the controller; the one that is reached first decides."""
+    """The bounds of the controller; the bound that is reached first decides."""
 
     PANEL: ClassVar = "Bounds"
 
@@ -179,7 +179,7 @@ class Limits(Struct, frozen=True):
 LOGGED_NAMES: Final = dict(
     zip(Limits.__struct_fields__, Limits.__struct_encode_fields__, strict=True)
 )
-"""Field -> its name in logs, snapshots and frames, which is an earlier one for some."""
+"""Field -> its name in logs, snapshots and frames, which is an earlier name for some."""
 
 
 def window_bounds(limits: Limits) -> WindowBounds:
@@ -210,7 +210,7 @@ def slots_name(rules: int) -> str:
 
 
 def limits_from(values: dict[str, int]) -> Limits:
-    """Return the limits of a log's header; raises `LimitsError` for unknown or invalid ones."""
+    """Return the limits of a log's header; raises `LimitsError` for unknown or invalid values."""
     unknown = sorted(set(values) - set(Limits.__struct_encode_fields__))
     if unknown:
         raise LimitsError(f"limits {unknown} are unknown to rules {RULES}")

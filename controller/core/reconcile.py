@@ -82,7 +82,7 @@ def _reconcile_adapter(context: Context, adapter: Adapter) -> None:
     if adapter.op:
         return
     if adapter.waiters and _owes_slot(context, adapter):
-        # A lower goal is pursued when these requests have ended, as running ones.
+        # A lower goal is pursued when these requests have ended, as running requests do.
         if adapter.state != GPU_SLOT:
             context.set_goal(adapter, GPU_SLOT)
     elif adapter.waiters:
@@ -139,7 +139,7 @@ def _drop_unwanted_goal(context: Context, adapter: Adapter) -> None:
 
 
 def _release_goal(context: Context, adapter: Adapter) -> None:
-    """Drop the goal of an adapter without room or priority; a held one is tried again later."""
+    """Drop the goal of an adapter without room or priority; a held adapter is tried again later."""
     if adapter.held:
         start_backoff(context, adapter)
     else:
@@ -222,7 +222,7 @@ def _start_inference(
 
 
 def _start_next_batch(context: Context) -> None:
-    """Move adapters for the oldest batch, unless another one is current.
+    """Move adapters for the oldest batch, unless another batch is current.
 
     Two batches at a time could each keep a part of the slots and wait for the other's forever.
     """
@@ -544,8 +544,8 @@ def _demote(context: Context, victim: Adapter, tier: TierName) -> None:
 def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: str) -> None:
     """Refuse the requests that wanted the adapter higher, and undo what was done for them alone.
 
-    A held adapter keeps its goal and is tried again after a backoff, and so is one with suspended
-    generations for which there can be room later.
+    A held adapter keeps its goal and is tried again after a backoff, and so is an adapter with
+    suspended generations for which there can be room later.
     """
     resumes = MEANINGS[code].retryable and context.world.will_resume(adapter)
     is_above = RESIDENCY_LEVEL[adapter.goal] > RESIDENCY_LEVEL[adapter.state]

@@ -65,7 +65,7 @@ def check(context: Context, message: Any, body: int) -> requests.Reply | Pending
 
 
 def on_request(context: Context, message: Any) -> None:
-    """Handle a request; a repeated one receives its first answer.
+    """Handle a request; a repeated request receives its first answer.
 
     It is checked now, unless its check was of this very state of the world.
     """
@@ -82,7 +82,7 @@ def on_request(context: Context, message: Any) -> None:
 
 
 def _answer(context: Context, request_id: RequestId, reply: requests.Reply) -> None:
-    """Send an answer; only one to a new request is stored."""
+    """Send an answer; only answers to new requests are stored."""
     world = context.world
     if request_id in world.answers.by_id or request_id in world.pending_requests:
         context.actions.append(SendReply(reply))
@@ -306,7 +306,7 @@ def _request_up(
 def _add_waiter(
     context: Context, adapter: Adapter, request_id: RequestId, target: AdapterState
 ) -> None:
-    """Add a request to the adapter's waiters, and raise the goal of one that is not in motion."""
+    """Add a request to the adapter's waiters, and raise its goal unless it is in motion."""
     world = context.world
     adapter_id = adapter.id
     waiting.wait_for(context, adapter, request_id, world.seq)
@@ -338,7 +338,7 @@ def _remove(context: Context, message: requests.RemoveAdapter, adapter: Adapter)
 def _refuse_preparations(context: Context, adapter: Adapter) -> None:
     """Refuse the requests that want a removed adapter to be there later.
 
-    Inference that waits for it ends before it is removed, as running and suspended ones do.
+    Inference that waits for it ends before it is removed, as running and suspended inference does.
     """
     being_removed = f"adapter {adapter.name!r} is being removed"
     waiting.refuse_waiters(

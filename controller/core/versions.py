@@ -1,8 +1,8 @@
 """The records of adapters and their versions: made, replaced, removed and renumbered.
 
 A name stands for one version. Another version under it begins as a successor, receives the name,
-the hold and the waiters once it is loaded, and the replaced one is retired: it serves the requests
-that run with it, and is removed after them.
+the hold and the waiters once it is loaded, and the replaced version is retired: it serves the
+requests that run with it, and is removed after them.
 """
 
 from loradock.controller.core import waiting
@@ -38,7 +38,7 @@ def register_successor(context: Context, current: Adapter, path: str) -> Adapter
 def retire(context: Context, adapter: Adapter) -> None:
     """Free the name of an adapter that is removed while requests use it.
 
-    They end with this version, as with one that was replaced.
+    They end with this version, as with a version that was replaced.
     """
     world = context.world
     adapter.retired = True
@@ -52,7 +52,7 @@ def retire(context: Context, adapter: Adapter) -> None:
 
 
 def promote_version(context: Context, new: Adapter) -> None:
-    """Give a loaded version the name, goal, hold and waiters of the one that it replaces.
+    """Give a loaded version the name, goal, hold and waiters of the version that it replaces.
 
     Without a waiting request, the new version is removed instead. The replaced version serves its
     running requests and is removed after them.
@@ -90,7 +90,7 @@ def promote_version(context: Context, new: Adapter) -> None:
 def move_waiters(context: Context, source: Adapter, target: Adapter) -> None:
     """Bind the requests that wait for `source` to `target`.
 
-    Running and suspended ones keep their version.
+    Running and suspended requests keep their version.
     """
     world = context.world
     moving = [one for one in source.waiters if not world.pending_requests[one].op]

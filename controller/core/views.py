@@ -195,7 +195,7 @@ def _inference_by_adapter(world: World, running: Set[OpId]) -> dict[str, Counter
     for request_id, pending in world.pending_requests.items():
         if pending.kind in INFERENCE:
             adapter = world.adapters[pending.adapters[0]] if pending.adapters else None
-            # A suspended one has an operation too.
+            # A suspended request has an operation too.
             is_waiting = not pending.op or (adapter is not None and request_id in adapter.waiters)
             phase: Phase = "running" if pending.op in running else "queued"
             found["" if adapter is None else adapter.name]["waiting" if is_waiting else phase] += 1

@@ -65,7 +65,7 @@ def accept(
     timeout_ms: int,
     adapters: tuple[AdapterId, ...],
 ) -> PendingRequest:
-    """Add a request to the pending ones, with its deadline."""
+    """Add a request to the pending requests, with its deadline."""
     world = context.world
     now_ns = world.time_ns
     deadline_ns = now_ns + timeout_ms * NANOS_PER_MS
@@ -113,7 +113,7 @@ def end_waiting(
 
 
 def end_suspension(context: Context, adapter: Adapter, request_id: RequestId) -> None:
-    """Remove a suspended request from the waiters; the last one of a retired version ends it."""
+    """Remove a suspended request from the waiters; the last of a retired version ends it."""
     stop_waiting(context, adapter, request_id)
     _end_if_unused(context, adapter)
 
@@ -125,7 +125,7 @@ def _end_if_unused(context: Context, adapter: Adapter) -> None:
 
 
 def dequeue_batch(context: Context, request_id: RequestId) -> None:
-    """Remove a batch from those that wait for slots; the next one becomes the current batch."""
+    """Remove a batch from the batches that wait for slots; the next becomes the current batch."""
     world = context.world
     world.batches.pop(request_id, None)
     if world.current_batch == request_id:

@@ -13,8 +13,7 @@ import xxhash
 from msgspec import Struct, field
 
 from loradock.controller.core.answers import Answer, AnswerWindows
-from loradock.controller.core.counters import Counters
-from loradock.controller.core.fast_assignment import fast_assignment
+from loradock.controller.core.counters import Counters, fast_assignment
 from loradock.controller.core.indexes import TIERS, DigestDict, LruOrder, TierName, TierQueues
 from loradock.controller.core.limits import Limits, window_bounds
 from loradock.messages.commands import Operation as OperationCommand
@@ -64,7 +63,7 @@ NO_PRIORITY: Final = 1 << 62
 """The priority of an adapter that nothing waits for: after every other."""
 
 PREFETCH_PRIORITY: Final = NO_PRIORITY - 1
-"""The priority of an adapter that moves ahead of its use: after every one with requests."""
+"""The priority of an adapter that moves ahead of its use: after every adapter with requests."""
 DEADLINES_MIN: Final = 1024
 
 _PRIVATE_FIELDS: Final[dict[type, tuple[int, tuple[object, ...]]]] = {
@@ -73,7 +72,7 @@ _PRIVATE_FIELDS: Final[dict[type, tuple[int, tuple[object, ...]]]] = {
     PreemptSlot: (3, ()),
 }
 """Commands with fields that decide nothing in the core: the number of the first ones, which do, and
-what digests of rules 2 and 3 have for the others, so that further ones change no digest."""
+what digests of rules 2 and 3 have for the others, so that further fields change no digest."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -141,7 +140,7 @@ class Adapter(Struct, array_like=True, gc=False):
 
     @property
     def priority(self) -> Seq:
-        """Its priority for room, the lowest number first: held ones, then the oldest request."""
+        """Its priority for room, the lowest first: held adapters, then the oldest request."""
         if self.held and not self.failed:
             return 0
         default = PREFETCH_PRIORITY if self.prefetched else NO_PRIORITY
@@ -275,7 +274,7 @@ class World:
         # Of those adapters that have any: the others cost nothing.
         self.warnings: DigestDict[AdapterId, Warnings] = DigestDict()
         self.answers = AnswerWindows(window_bounds(limits))
-        # The hash of all answers that were ever given, in order: each continues the one before.
+        # The hash of all answers that were ever given, in order: each continues the hash before.
         self.answers_chain = b""
         # Few and changed by every input, so they are hashed whole.
         self.operations: dict[OpId, Operation] = {}
@@ -362,7 +361,7 @@ class World:
         self.answers_chain = xxhash.xxh3_128_digest(self.answers_chain + _encode_answer(answer))
 
     def add_deadline(self, at_ns: int, kind: DeadlineKind, key: int | str) -> None:
-        """Add a deadline; ended ones are dropped when there are too many."""
+        """Add a deadline; ended deadlines are dropped when there are too many."""
         heapq.heappush(self.deadlines, (at_ns, kind, key))
         if len(self.deadlines) > self.deadlines_max:
             # Nearly all are of requests that have ended: the pending ones are fewer.

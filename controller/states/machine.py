@@ -22,7 +22,7 @@ class IllegalTransitionError(Exception):
 
 
 def build(model: object | None = None) -> Machine:
-    """Return a machine that moves `model`, or one without a model that only defines.
+    """Return a machine that moves `model`, or a machine without a model, which only defines.
 
     It has no callbacks and no queue: an exception in a callback would leave the new state in place.
     It has no automatic transitions: they bypass the table.

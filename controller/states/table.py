@@ -22,7 +22,7 @@ STATES: Final[tuple[AdapterState, ...]] = (
     # costs no copy back.
     GPU_SLOT,
 )
-"""All states; each one after the first two holds more of the adapter than the one before it."""
+"""All states; each after the first two holds more of the adapter than the state before it."""
 
 RESIDENCY_LEVEL: Final[dict[AdapterState, int]] = {s: level for level, s in enumerate(STATES)}
 """Rank of a state by how much of an adapter is held: each step towards a goal goes up or down."""

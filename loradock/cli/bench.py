@@ -127,7 +127,7 @@ class _Load:
         self._tally = Tally()
         self._left = 0
         self.error: LoradockError | None = None
-        """The last one of a request."""
+        """The last error of a request."""
 
     async def run(self, requests: int, concurrency: int) -> Result:
         """Run all requests, `concurrency` at a time."""
@@ -180,7 +180,7 @@ def _result(tally: Tally, requests: int, seconds: float) -> Result:
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
-    """Return the quantiles of some durations, each a measured one; empty without any."""
+    """Return the quantiles of some durations, each a measured duration; empty without any."""
     ordered = sorted(values)
     if not ordered:
         return {}

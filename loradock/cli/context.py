@@ -117,7 +117,7 @@ def directory_of(ctx: typer.Context) -> Path:
 
 
 def output_of(ctx: typer.Context, as_json: bool, verbose: bool = False) -> "Output":
-    """Return the output of this run; errors will have its format, `verbose` ones with details."""
+    """Return the output of this run; errors will have its format, with details if `verbose`."""
     from loradock.cli.output import Output
 
     settings = settings_of(ctx)
@@ -127,7 +127,7 @@ def output_of(ctx: typer.Context, as_json: bool, verbose: bool = False) -> "Outp
 
 @contextmanager
 def open_client(ctx: typer.Context) -> "Iterator[Client]":
-    """Open a client of the controller at `--address`, else of the one of `--dir`.
+    """Open a client of the controller at `--address`, else of the controller of `--dir`.
 
     For the latter, raises `ServerNotRunning` at once if no server accepts connections.
     """

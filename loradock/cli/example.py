@@ -39,7 +39,7 @@ def example(
 def write_example(directory: Path) -> None:
     """Copy the example's files.
 
-    Raises `BadParameter` for a directory that exists, `OSError` for one that can't be written.
+    Raises `BadParameter` for a directory that exists, `OSError` if it can't be written.
     """
     source = next((path for path in _SOURCES if path.is_dir()), None)
     if source is None:

@@ -1,6 +1,6 @@
 """The commands on keys: `keys new`, `allow`, `revoke` and `list`.
 
-They work on files, so a running server is not needed; one that runs applies a change at once.
+They work on files, so a running server is not needed; a running server applies a change at once.
 """
 
 # Heavy modules are imported when a command runs: help and completion answer at once.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 keys_app = typer.Typer(
-    no_args_is_help=True, help="Make keys, and decide which ones may connect to the server."
+    no_args_is_help=True, help="Make keys, and decide which keys can connect to the server."
 )
 app.add_typer(keys_app, name="keys")
 

@@ -66,7 +66,7 @@ COMMANDS: Final = {
             "engine_commands",
             "Run an engine for a server elsewhere, or restart the engine.",
         ),
-        Entry("keys", "keys", "Make keys, and decide which ones may connect to the server."),
+        Entry("keys", "keys", "Make keys, and decide which keys can connect to the server."),
     ),
     "Adapters": (
         Entry("load", "adapters", "Read and check an adapter, and keep it in host memory."),

@@ -41,7 +41,7 @@ _LIST_COLUMNS: Final = (
     *("adapter", "state", "slot", "held", "rank", "size", "uses", "last used"),
     *("leases", "waiting", "loads", "evictions", "failures"),
 )
-"""The columns of `list`, the most important ones first."""
+"""The columns of `list`, the most important first."""
 
 
 def renderables(reply: Any) -> list[Renderable]:
@@ -172,7 +172,7 @@ def _row(view: AdapterView) -> tuple[str, ...]:
     size_bytes = view.host_bytes + view.pinned_bytes
     return (
         f"{view.adapter} (retired)" if view.retired else view.adapter,
-        _state(view),
+        state_text(view),
         _slot(view),
         "yes" if view.held else "",
         str(view.rank) if view.rank else "-",
@@ -187,7 +187,8 @@ def _row(view: AdapterView) -> tuple[str, ...]:
     )
 
 
-def _state(view: AdapterView) -> str:
+def state_text(view: AdapterView) -> str:
+    """Return an adapter's state, and its goal if that is another."""
     return view.state if view.state == view.goal else f"{view.state} > {view.goal}"
 
 

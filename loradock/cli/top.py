@@ -1,7 +1,7 @@
 """The `top` command: slots, states, rates and waits of a running server, on a terminal.
 
 Everything is read by queries once per interval, so that a slow connection shows fewer moments and
-never old ones.
+never old moments.
 """
 
 # Heavy modules are imported when a command runs: help and completion answer at once.
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from loradock.client import Client
     from loradock.messages.requests import AdaptersListed, StatusShown
-    from loradock.messages.views import AdapterView
 
 _BAR_CELLS: Final = 20
 _ROWS_MAX: Final = 16
@@ -143,7 +142,7 @@ def _tiers(status: "StatusShown") -> "RenderableType":
 
 def _slots(reading: Reading) -> "RenderableType":
     views = [view for view in reading.listed.adapters if view.slot != NO_SLOT]
-    # With more slots than lines, the used ones are of interest.
+    # With more slots than lines, the used slots are of interest.
     views.sort(key=lambda view: (-view.leases, view.slot))
     rows = [
         (
@@ -160,14 +159,12 @@ def _slots(reading: Reading) -> "RenderableType":
 
 
 def _waiting(reading: Reading) -> "RenderableType":
+    from loradock.cli.render import state_text
+
     views = [view for view in reading.listed.adapters if view.waiting]
     views.sort(key=lambda view: (-view.waiting, view.adapter))
-    rows = [(view.adapter, _movement(view), str(view.waiting)) for view in views[:_ROWS_MAX]]
+    rows = [(view.adapter, state_text(view), str(view.waiting)) for view in views[:_ROWS_MAX]]
     return _table(("waited for", "state", "requests"), rows, len(views))
-
-
-def _movement(view: "AdapterView") -> str:
-    return view.state if view.state == view.goal else f"{view.state} > {view.goal}"
 
 
 def _table(

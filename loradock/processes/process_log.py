@@ -33,7 +33,7 @@ _FLUSH_S: Final = 1.0
 class LineWriter:
     """Writes lines to a descriptor on a thread; `dropped_line` makes the report of dropped lines.
 
-    `bytes_max` bounds the lines that wait, and the one that is being written.
+    `bytes_max` bounds the lines that wait, and the line that is being written.
     """
 
     def __init__(

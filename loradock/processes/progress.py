@@ -41,7 +41,7 @@ class Step(NamedTuple):
 class Progress:
     """A page with the current step of one process.
 
-    Without a `path` it is memory of this process. `share` makes one that other processes open by
+    Without a `path` it is memory of this process. `share` makes a page that other processes open by
     its `path`, which needs no file system and is valid as long as the sharing process runs.
     """
 
@@ -87,7 +87,7 @@ class Progress:
         self._page[:] = bytes(_BYTES)
 
     def read(self) -> Step | None:
-        """Return the current step; None before the first one, and while one is being written."""
+        """Return the current step; None before the first, and while a step is being written."""
         data = self._page[:_STEP_BYTES]
         record = data[: _RECORD.size]
         number, pid, since_ns, bound_ns, name = _RECORD.unpack(record)

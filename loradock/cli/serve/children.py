@@ -220,7 +220,7 @@ class Child:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             log.warning("child did not end and is killed", child=self.name)
-            # The ranks of an engine too: one that hangs does not notice its parent's end.
+            # The ranks of an engine too: a rank that hangs does not notice its parent's end.
             _kill(process_tree(self._process.pid))
             self._process.wait()
         self._forget_process()

@@ -71,7 +71,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process; False for one that has ended."""
+    """Return whether a signal has stopped a process; False for a process that has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

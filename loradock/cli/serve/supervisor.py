@@ -183,7 +183,7 @@ def _children(config: ServeConfig, parent_fd: int, restart_fd: int) -> list[Chil
     )
     server = msgspec.structs.replace(config.server, supervision=supervision)
     command = process_command("controller", server)
-    # It starts snapshotters, and ends one that hangs.
+    # It starts snapshotters, and ends a snapshotter that hangs.
     children = [Child("controller", command, own, options, (restart_fd,), has_helpers=True)]
     if key:
         command = engine_command(engine_process(config, supervision, share_key_pair(key)))

@@ -5,8 +5,7 @@ import pytest
 from msgspec import Struct
 
 from loradock.controller.core import world
-from loradock.controller.core.counters import Counters
-from loradock.controller.core.fast_assignment import fast_assignment
+from loradock.controller.core.counters import Counters, fast_assignment
 
 CHANGED = [
     kind
