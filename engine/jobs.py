@@ -205,7 +205,7 @@ class CollectiveJobs(Generic[T]):
             return own_future
         first = outcomes[failed]
         code = first.code or ErrorCode.ENGINE_GONE
-        return _failure(error_of(code, first.text, first.details))
+        return _failure(error_of(code, first.text, details=first.details))
 
 
 def _failure(error: Exception) -> "Future[Any]":

@@ -62,7 +62,7 @@ ROOMS: Final = (
     _package(
         "cli",
         "processes messages controller.core controller.log controller.server "
-        "client gateway.options",
+        "client gateway.options gateway.web",
         "msgspec rich structlog typer",
     ),
     _package(
@@ -147,10 +147,11 @@ ROOMS: Final = (
         ("messages", "gateway", "gateway.http", "gateway.adapters"),
         ("prometheus_client", "starlette"),
     ),
+    _package("gateway.web", "messages", "msgspec"),
     Room(
         "gateway.page",
         ("gateway.page", "gateway.rates"),
-        ("messages", "client", "gateway", "gateway.http", "gateway.adapters"),
+        ("messages", "client", "gateway", "gateway.web", "gateway.http", "gateway.adapters"),
         ("msgspec", "starlette"),
     ),
     _package(

@@ -25,7 +25,6 @@ from loradock.engine.adapters.reader_process import ReaderProcess, ReadRequest
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.adapters.tensor_names import sort_names
 from loradock.engine.adapters.weights import (
-    ALLOCATE_PAGEABLE,
     Allocate,
     TensorQuery,
     open_weights,
@@ -33,6 +32,7 @@ from loradock.engine.adapters.weights import (
 from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
 from loradock.engine.errors import AdapterNotFound, EngineError, bounded_details
 from loradock.engine.layout import blob_bytes
+from loradock.engine.memory import allocate_host
 
 KNOWN_BYTES_MIN: Final = 64 << 20
 """The size of weights from which their fingerprint is remembered.
@@ -124,7 +124,7 @@ def read_opened(
     model: AdapterTarget,
     bounds: AdapterBounds,
     request: ReadRequest,
-    allocate: Allocate = ALLOCATE_PAGEABLE,
+    allocate: Allocate = allocate_host,
 ) -> LoadedAdapter:
     """Read and check open files; `allocate` returns the memory of the weights."""
     known, is_follower = request.fingerprint, request.is_follower

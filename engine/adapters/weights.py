@@ -8,7 +8,6 @@ parts are read.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -149,11 +148,9 @@ class WeightsFile(Protocol):
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Returns memory for a tensor that is read, not initialised."""
 
-ALLOCATE_PAGEABLE: Final[Allocate] = partial(allocate_host, pin=False)
-
 
 def open_weights(
-    files: Sequence[OpenFile], bounds: AdapterBounds, allocate: Allocate = ALLOCATE_PAGEABLE
+    files: Sequence[OpenFile], bounds: AdapterBounds, allocate: Allocate = allocate_host
 ) -> WeightsFile:
     """Return the reader for weights files, by their names; raises what the readers raise."""
     size_bytes = sum(file.size_bytes for file in files)
@@ -185,7 +182,7 @@ class SafetensorsFile:
     """
 
     def __init__(
-        self, file: OpenFile, bounds: AdapterBounds, allocate: Allocate = ALLOCATE_PAGEABLE
+        self, file: OpenFile, bounds: AdapterBounds, allocate: Allocate = allocate_host
     ) -> None:
         self._file = file
         self._allocate = allocate

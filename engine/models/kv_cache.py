@@ -152,7 +152,7 @@ class GrowableKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return StaticKVLayer(keys, values, column)
 
     def get_seq_length(self) -> int:
-        """Return the number of columns before those of a forward."""
+        """Return the number of columns before the columns of a forward."""
         return self.width
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -17,7 +17,6 @@ from loradock.engine.models.library.generation import cache_argument
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica import PunicaWrapper
-from loradock.engine.serving import startup
 from loradock.engine.serving.decoding import (
     DecodeStep,
     DynamicDecode,
@@ -200,28 +199,32 @@ def test_a_step_whose_capture_fails_at_start_is_never_captured(
     assert "no graphs today" in logs[-1]["reason"]
 
 
-MEASURED_TOKENS = 64
-
-
 @pytest.fixture
 def model(engine_config: EngineConfig, lora_config: LoRAConfig) -> CausalModel:
     """A model of its own, which no engine has bound, so that its forward needs no mapping."""
     return load_model(engine_config, lora_config)
 
 
-@pytest.mark.parametrize("durations", [(9.0, 0.1, 0.7, 0.4), (9.0, 0.4, 0.7, 0.1)])
+@pytest.mark.parametrize("durations", [(3.0, 0.02, 0.7, 0.4), (3.0, 0.4, 0.7, 0.02)])
 def test_a_prefill_that_others_slow_down_does_not_lower_the_budget(
     durations: Sequence[float],
     model: CausalModel,
     engine_config: EngineConfig,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    readings = iter([reading for duration in durations for reading in (0.0, duration)])
-    clock = SimpleNamespace(perf_counter=lambda: next(readings))
-    monkeypatch.setattr(startup, "time", clock)
+    """The fastest of each of two sizes counts, without what a step of any size takes."""
+    scaled = (*durations, durations[0], *(5 * duration for duration in durations[1:]))
+    readings = [reading for duration in scaled for reading in (0.0, duration / 10)]
     mapper = SimpleNamespace(map=lambda *_: None)
-    budget = choose_budget(model, mapper, engine_config, is_packed=True)  # type: ignore[arg-type]
-    assert budget.tokens == int(MEASURED_TOKENS * STEP_S_CPU / min(durations))
+    budget = choose_budget(
+        model,
+        mapper,  # type: ignore[arg-type]
+        engine_config,
+        is_packed=True,
+        clock=iter(readings).__next__,
+    )
+    each_s = (0.01 - 0.002) / (128 - 16)
+    step_s = 0.002 - 16 * each_s
+    assert budget.tokens == pytest.approx((STEP_S_CPU - step_s) / each_s, abs=1)
 
 
 def test_prompts_are_divided_only_if_no_rank_sees_a_difference(
