@@ -213,7 +213,7 @@ class ReaderProcess:
         except (msgspec.MsgspecError, ValueError, KeyError) as error:
             raise AdapterUnsound(f"the process that read it answered wrongly: {error}") from error
         if answer.code is not None:
-            raise error_of(answer.code, answer.message, bounded_details(answer.details))
+            raise error_of(answer.code, answer.message, details=bounded_details(answer.details))
         rank = max((lora.rank for lora in loras.values()), default=0)
         model = LoRAModel(1, rank, loras, answer.is_3d_lora_weight)
         ranks = {name: lora.rank for name, lora in loras.items()}
