@@ -301,6 +301,13 @@ class EngineOptions:
             "unpickled."
         ),
     ] = False
+    isolate_reading: Annotated[
+        bool,
+        option(
+            "Read and check each adapter in a separate process without network, files or other "
+            "rights, whose end is one refused adapter. Slower; for an engine of one process."
+        ),
+    ] = False
 
 
 class EngineStart(Struct, frozen=True, kw_only=True):

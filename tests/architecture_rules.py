@@ -79,7 +79,7 @@ ROOMS: Final = (
     _package("engine.models.library", "engine", "torch transformers"),
     _package(
         "engine.adapters",
-        "messages.engine_options engine engine.models.library processes.safe_open",
+        "messages.engine_options messages.errors engine engine.models.library processes.safe_open",
         "msgspec re2 torch xxhash",
     ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),

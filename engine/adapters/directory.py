@@ -16,7 +16,7 @@ that pauses for less than that is waited for or noticed, and any later change ha
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -198,12 +198,12 @@ _WRITE_ELSEWHERE: Final = "write files elsewhere, rename their directory, and lo
 class OpenFile:
     """A regular file, opened for reading, with its status at that time."""
 
-    def __init__(self, name: str, descriptor: int, directory: int) -> None:
-        """`directory`: a descriptor of the directory that has the name."""
+    def __init__(self, name: str, descriptor: int, directory: int | None = None) -> None:
+        """`directory`: a descriptor of the directory that has the name, None if not known."""
         self.name = name
-        self._descriptor = descriptor
+        self.descriptor: Final = descriptor
         self._directory = directory
-        self._is_linked = is_link(name, directory)
+        self._is_linked = directory is not None and is_link(name, directory)
         self._opened = os.fstat(descriptor)
 
     @property
@@ -216,7 +216,7 @@ class OpenFile:
         filled = 0
         while filled < len(buffer):
             try:
-                count = os.preadv(self._descriptor, [buffer[filled:]], start + filled)
+                count = os.preadv(self.descriptor, [buffer[filled:]], start + filled)
             except OSError as error:
                 raise AdapterNotFound(f"{self.name} can't be read: {error.strerror}") from error
             if not count:
@@ -247,7 +247,7 @@ class OpenFile:
 
     def check_unchanged(self) -> None:
         """Raise `Conflict` if the file was written to since it was opened."""
-        now, then = os.fstat(self._descriptor), self._opened
+        now, then = os.fstat(self.descriptor), self._opened
         if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != (
             then.st_size,
             then.st_mtime_ns,
@@ -279,19 +279,21 @@ class AdapterFiles:
         config: OpenFile,
         weights: Sequence[OpenFile],
         index: OpenFile | None,
-        directory: "_Directory",
+        other: Callable[[str], OpenFile | None],
     ) -> None:
+        """`other`: opens a file that is not needed for serving, None if there is none."""
         self._config = config
-        self._directory = directory
+        self._other = other
+        self.has_index: Final = index is not None
         self.weights = tuple(weights)
-        self._files = (config, *(() if index is None else (index,)), *self.weights)
+        self.opened: Final = (config, *(() if index is None else (index,)), *self.weights)
 
     def other(self, name: str) -> OpenFile | None:
         """Open a file that is not needed for serving; None if there is none of this name.
 
         It is part of neither stamp nor identity.
         """
-        return self._directory.file(name) if self._directory.has(name) else None
+        return self._other(name)
 
     def read_config(self, bounds: AdapterBounds) -> bytes:
         """Return the whole config; raises `AdapterConfigRefused` if it is too long."""
@@ -305,12 +307,12 @@ class AdapterFiles:
     @property
     def stamp(self) -> str:
         """The stamps of all files; equal for all readers of the same files."""
-        return " ".join(file.stamp for file in self._files)
+        return " ".join(file.stamp for file in self.opened)
 
     @property
     def identity(self) -> tuple[tuple[int, ...], ...]:
         """The identities of all files."""
-        return tuple(file.identity for file in self._files)
+        return tuple(file.identity for file in self.opened)
 
     @property
     def weights_bytes(self) -> int:
@@ -319,7 +321,7 @@ class AdapterFiles:
 
     def check_unchanged(self) -> None:
         """Raise `Conflict` if one of the files was written to since it was opened."""
-        for file in self._files:
+        for file in self.opened:
             file.check_unchanged()
 
     def wait_until_quiet(self) -> None:
@@ -327,7 +329,7 @@ class AdapterFiles:
 
         The wait is bounded, because the file system may have another clock.
         """
-        age_s = time.time() - max(file.changed_s for file in self._files)
+        age_s = time.time() - max(file.changed_s for file in self.opened)
         if age_s < QUIET_S:
             time.sleep(min(QUIET_S, QUIET_S - age_s))
             self.check_unchanged()
@@ -354,7 +356,7 @@ def open_adapter(
             raise AdapterNotFound(config_is_missing(path, opened.descriptor))
         config = opened.file(CONFIG_NAME)
         index, weights = _open_weights_files(path, opened, allow_pickled, bounds)
-        files = AdapterFiles(config, weights, index, opened)
+        files = AdapterFiles(config, weights, index, opened.other)
         files.wait_until_quiet()
         yield files
 
@@ -371,6 +373,10 @@ class _Directory:
     def has(self, name: str) -> bool:
         """Return whether there is an entry of this name."""
         return self._opened.has(name)
+
+    def other(self, name: str) -> OpenFile | None:
+        """Open a file if there is one of this name."""
+        return self.file(name) if self.has(name) else None
 
     def file(self, name: str) -> OpenFile:
         """Open a file of the directory."""

@@ -125,14 +125,15 @@ def _check_fit(
         problems.add(AdapterDoesNotFit, f"{shown(name)} is {why}")
         return
     rank_max = target.lora_config.max_lora_rank
-    for text in _misfits(name, lora, shape, rank_max):
+    for text in misfits(name, lora, shape, rank_max):
         problems.add(AdapterDoesNotFit, text)
     if lora.shard == WHOLE:
         with problems.collecting():
             check_rank_divisible(name, lora.rank, shape.shard)
 
 
-def _misfits(name: str, lora: LoRALayerWeights, shape: ModuleShape, rank_max: int) -> Iterator[str]:
+def misfits(name: str, lora: LoRALayerWeights, shape: ModuleShape, rank_max: int) -> Iterator[str]:
+    """Yield how whole weights differ from what a module of this shape needs."""
     is_tokens = shape.kind is ModuleKind.TOKENS
     if is_tokens and not 1 <= lora.rank <= shape.out_features:
         most = shape.out_features

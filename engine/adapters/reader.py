@@ -6,7 +6,6 @@ is kept, and all problems are reported in one error.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -22,12 +21,18 @@ from loradock.engine.adapters.matching import (
 from loradock.engine.adapters.pairs import check_values
 from loradock.engine.adapters.peft_config import PEFTHelper, decode_config
 from loradock.engine.adapters.problems import Problems, shown
+from loradock.engine.adapters.reader_process import ReaderProcess, ReadRequest
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.adapters.tensor_names import sort_names
-from loradock.engine.adapters.weights import TensorQuery, open_weights
+from loradock.engine.adapters.weights import (
+    Allocate,
+    TensorQuery,
+    open_weights,
+)
 from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
 from loradock.engine.errors import AdapterNotFound, EngineError, bounded_details
 from loradock.engine.layout import blob_bytes
+from loradock.engine.memory import allocate_host
 
 KNOWN_BYTES_MIN: Final = 64 << 20
 """The size of weights from which their fingerprint is remembered.
@@ -79,6 +84,7 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
     is_3d_lora_weight: bool = False,
     known_files: KnownFiles | None = None,
     compares_tokenizer: bool = True,
+    reader_process: ReaderProcess | None = None,
 ) -> LoadedAdapter:
     """Read the adapter at `path` (absolute, or relative to one of `roots`) and check it completely.
 
@@ -86,7 +92,8 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
     `allow_pickled` is that of `open_adapter`. A follower reads and checks only its parts and
     computes no fingerprint, which the leader does. `is_3d_lora_weight`: expert tensors must be
     fused; False: as in the file. Values are checked after everything else, except those of
-    `known_files`, whose fingerprint is known for this model.
+    `known_files`, whose fingerprint is known for this model. `reader_process`: reads instead of
+    this process, with the model and bounds that it was made with.
     Raises one `EngineError` for all problems, of the first class among `AdapterConfigRefused`,
     `AdapterDoesNotFit` and `NotFinite`; also `PathNotAllowed`, `AdapterNotFound`,
     `HostOutOfMemory`, and `Conflict` for a file that changes while it is read.
@@ -95,9 +102,11 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
     try:
         with open_adapter(path, roots, allow_pickled=allow_pickled, bounds=bounds) as files:
             known = None if known_files is None else known_files.fingerprint_of(files)
-            loaded = _read(files, model, bounds, is_follower, is_3d_lora_weight, known)
-            if compares_tokenizer and not is_follower:
-                loaded = _with_tokenizer_checked(files, model, loaded)
+            request = ReadRequest(is_follower, is_3d_lora_weight, known, compares_tokenizer)
+            if reader_process is None:
+                loaded = read_opened(files, model, bounds, request)
+            else:
+                loaded = reader_process.read(files, request)
             files.check_unchanged()
             if known_files is not None:
                 known_files.add(files, loaded.fingerprint)
@@ -110,37 +119,29 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
         ) from error
 
 
-def _with_tokenizer_checked(
-    files: AdapterFiles, model: AdapterTarget, loaded: LoadedAdapter
-) -> LoadedAdapter:
-    """Add the warnings about the tokenizer beside the adapter."""
-    found = () if model.tokenizer is None else model.tokenizer.warnings_about(files)
-    return replace(loaded, warnings=bounded_details((*loaded.warnings, *found)))
-
-
-def _read(
+def read_opened(
     files: AdapterFiles,
     model: AdapterTarget,
     bounds: AdapterBounds,
-    is_follower: bool,
-    is_3d_lora_weight: bool,
-    known: str | None,
+    request: ReadRequest,
+    allocate: Allocate = allocate_host,
 ) -> LoadedAdapter:
-    """`known`: the fingerprint of files whose values were checked."""
+    """Read and check open files; `allocate` returns the memory of the weights."""
+    known, is_follower = request.fingerprint, request.is_follower
     problems = Problems(bounds.problems_max)
     config, helper, reader = b"", None, None
     with problems.collecting():
         config = files.read_config(bounds)
         helper = PEFTHelper.read(decode_config(config, bounds), bounds, problems)
     with problems.collecting():
-        reader = open_weights(files.weights, bounds)
+        reader = open_weights(files.weights, bounds, allocate)
         if helper is None:
             check_names(sort_names(reader.tensors, model.path_resolver()), problems)
     if helper is None or reader is None:
         raise problems.error()
     with problems.collecting():
         matched = match_tensors(reader.tensors, helper, model.path_resolver(), model, problems)
-        check_expert_format(is_3d_lora_weight, matched)
+        check_expert_format(request.is_3d_lora_weight, matched)
     problems.raise_if_any()
     compared = CopyComparisons(matched)
     digested = config if known is None and not is_follower else None
@@ -158,6 +159,9 @@ def _read(
     size_bytes = blob_bytes(ranks, list(model.modules.values()), dtype)
     host_bytes = lora_model.size_bytes
     stamp = f"{files.stamp} {host_bytes} {size_bytes}"
+    warnings = matched.warnings
+    if request.compares_tokenizer and not is_follower and model.tokenizer is not None:
+        warnings = bounded_details((*warnings, *model.tokenizer.warnings_about(files)))
     return LoadedAdapter(
         known or found.fingerprint,
         lora_model,
@@ -165,5 +169,5 @@ def _read(
         host_bytes,
         size_bytes,
         stamp,
-        matched.warnings,
+        warnings,
     )

@@ -20,6 +20,8 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 OLD_FILES: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Vocabularies of tokenizers that were saved without `TOKENIZER_FILE`."""
 ADDED_TOKENS_FILE: Final = "added_tokens.json"
+TOKENIZER_FILES: Final = (TOKENIZER_FILE, ADDED_TOKENS_FILE, *OLD_FILES)
+"""The files of a tokenizer that may be opened."""
 """The tokens that were added to them."""
 
 BYTES_MAX: Final = 64 << 20

@@ -145,7 +145,13 @@ class WeightsFile(Protocol):
         ...
 
 
-def open_weights(files: Sequence[OpenFile], bounds: AdapterBounds) -> WeightsFile:
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Returns memory for a tensor that is read, not initialised."""
+
+
+def open_weights(
+    files: Sequence[OpenFile], bounds: AdapterBounds, allocate: Allocate = allocate_host
+) -> WeightsFile:
     """Return the reader for weights files, by their names; raises what the readers raise."""
     size_bytes = sum(file.size_bytes for file in files)
     if size_bytes > bounds.weights_bytes_max:
@@ -155,15 +161,15 @@ def open_weights(files: Sequence[OpenFile], bounds: AdapterBounds) -> WeightsFil
         )
     readers: list[WeightsFile] = []
     for file in files:
-        readers.append(_open_file(file, bounds))
+        readers.append(_open_file(file, bounds, allocate))
         left = bounds.tensors_max - len(readers[-1].tensors)
         bounds = replace(bounds, tensors_max=max(1, left))
     return readers[0] if len(readers) == 1 else ShardedFile(readers, [file.name for file in files])
 
 
-def _open_file(file: OpenFile, bounds: AdapterBounds) -> WeightsFile:
+def _open_file(file: OpenFile, bounds: AdapterBounds, allocate: Allocate) -> WeightsFile:
     if file.name.endswith(SAFETENSORS_SUFFIX):
-        return SafetensorsFile(file, bounds)
+        return SafetensorsFile(file, bounds, allocate)
     load = load_streamed if file.name == STREAMED_NAME else load_pickled
     raw = file.read(0, file.size_bytes)
     return WholeFile(load(file.name, raw, bounds), raw)
@@ -175,8 +181,11 @@ class SafetensorsFile:
     Raises `AdapterUnsound` for a file that exceeds a bound or contradicts the format.
     """
 
-    def __init__(self, file: OpenFile, bounds: AdapterBounds) -> None:
+    def __init__(
+        self, file: OpenFile, bounds: AdapterBounds, allocate: Allocate = allocate_host
+    ) -> None:
         self._file = file
+        self._allocate = allocate
         prefix = file.read(0, min(LENGTH_BYTES, file.size_bytes))
         header = file.read(LENGTH_BYTES, header_length(prefix, file.size_bytes, bounds))
         self._start = prefix + header
@@ -207,7 +216,7 @@ class SafetensorsFile:
     ) -> tuple[torch.Tensor, memoryview]:
         """Read a part of a tensor, None for all of it; return it, and its bytes."""
         part = part or WHOLE_TENSOR
-        tensor = allocate_host(part.shape_in(stored.shape), stored.dtype)
+        tensor = self._allocate(part.shape_in(stored.shape), stored.dtype)
         raw: memoryview = tensor.view(torch.uint8).numpy().data.cast("B")
         if part == WHOLE_TENSOR:
             self._file.read_into(raw, stored.start)

@@ -11,14 +11,16 @@ slot or a sequence, happens between two forward passes.
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NoReturn
 
 import msgspec
 
 from loradock.engine.adapters.lora_model import LoadedAdapter
-from loradock.engine.adapters.reader import KnownFiles, read_adapter
+from loradock.engine.adapters.reader import KnownFiles, read_adapter, read_opened
+from loradock.engine.adapters.reader_process import ReaderProcess
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.errors import EngineError
+from loradock.engine.errors import EngineError, NotServed
 from loradock.engine.jobs import CollectiveJobs, Jobs, ThreadedJobs
 from loradock.engine.memory import allocated_bytes
 from loradock.engine.models.binding import bind_lora, kernels_for
@@ -65,6 +67,7 @@ class Engine:
         self._known_files = KnownFiles()
         self._adapter_target = model.adapter_target(self._lora_config)
         group = self._group = model.group
+        self._reader_process = self._start_reader(model) if config.isolate_reading else None
         self._outbox: list[reports.Report] = []
         # Those of residency's operations are apart, because some are made during a step.
         self._residency_outbox: list[reports.OperationReport] = []
@@ -187,6 +190,8 @@ class Engine:
         """Start no further jobs, and wait for running copies."""
         self._inference.close()
         self.residency.close()
+        if self._reader_process is not None:
+            self._reader_process.close()
 
     def inventory(self) -> reports.EngineInventory:
         """Return the engine's id, capacity, operations and adapters, as of the last `poll`."""
@@ -258,7 +263,29 @@ class Engine:
             is_follower=not self._group.is_leader,
             known_files=self._known_files,
             compares_tokenizer=isinstance(command, commands.CheckAdapter),
+            reader_process=self._reader_process,
         )
+
+    def _start_reader(self, model: CausalModel | PoolingModel) -> ReaderProcess:
+        """Start the process that reads adapters, before this one has threads."""
+        if not self._group.is_trivial:
+            raise ValueError("isolate_reading needs an engine of one process")
+        target, bounds = self._adapter_target, self._config.adapter_bounds
+        if model.device.type != "cpu":
+            # A forked process can't use the device.
+            target = replace(target, read_base=_unread, base_parameter=_unread)
+        bounds = target.bounded(bounds)
+        return ReaderProcess(
+            target,
+            lambda files, request, allocate: read_opened(files, target, bounds, request, allocate),
+        )
+
+
+def _unread(*_: str) -> NoReturn:
+    raise NotServed(
+        "it has magnitudes, biases or copies of base weights, for which --isolate-reading can't "
+        "read a base model on this device; start without it"
+    )
 
 
 def _jobs_of(group: ParallelGroup, threads: int, wake: Callable[[], None]) -> Jobs[Any]:
