@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from loradock.engine.kernels.block_attention import BlockAttention
 from loradock.engine.kernels.expert_groups import ExpertGroups
 from loradock.engine.kernels.operands import Groups, LoRASlices
 
@@ -45,6 +46,7 @@ class Kernels(NamedTuple):
     """One implementation of every operation; scratch memory is shared within the tuple only.
 
     `plan_linear`: makes a plan of `linear`; None if the implementation prepares nothing.
+    `attention`: over blocks; None if PyTorch's own functions are to be used.
     """
 
     shrink: ShrinkKernel
@@ -55,3 +57,4 @@ class Kernels(NamedTuple):
     experts_shrink: ExpertsShrinkKernel
     experts_expand: ExpertsKernel
     plan_linear: PlanLinear | None = None
+    attention: BlockAttention | None = None
