@@ -127,7 +127,8 @@ ROOMS: Final = (
     ),
     _package(
         "engine.serving",
-        "messages engine engine.residency.arena engine.punica engine.models engine.models.caches "
+        "messages engine engine.kernels.block_attention engine.residency.arena engine.punica "
+        "engine.models engine.models.caches "
         "engine.models.library engine.models.probes engine.models.vision",
         "llguidance msgspec structlog torch",
     ),

@@ -311,7 +311,7 @@ class TritonAttention:
         if parts > 1:
             rows = parts * tokens * heads
             scratch = self._workspace.take((rows * (v_width + 2),), y.device)
-            out, sums = scratch.split([rows * v_width, rows * 2])
+            out, sums = scratch[: rows * v_width], scratch[rows * v_width :]
         sinks = y if options.sinks is None else options.sinks
         attend_kernel[tiles, programs, parts](
             out, sums, query, keys, values, sinks,
@@ -327,7 +327,7 @@ class TritonAttention:
             IS_DECODE=blocks.is_decode,
         )  # fmt: skip
         if parts > 1:
-            merge_kernel[tokens, triton.cdiv(heads, MERGED_HEADS)](
+            merge_kernel[tokens, -(-heads // MERGED_HEADS)](
                 y, out, sums, sinks, heads, tokens * heads, parts,
                 V_WIDTH=v_width, HAS_SINKS=options.sinks is not None,
                 BLOCK_H=MERGED_HEADS, BLOCK_V=constants["BLOCK_V"], num_warps=1,
@@ -347,10 +347,10 @@ class TritonAttention:
         """Return the number of parts of each sequence's tokens, from host data alone."""
         if self._part_tokens:
             # At least two, so that every output is merged by the same operations.
-            return max(2, triton.cdiv(blocks.longest, self._part_tokens))
+            return max(2, -(-blocks.longest // self._part_tokens))
         processors = self._processors or _processors_of(device)
-        wanted = triton.cdiv(config.programs * processors, max(1, programs))
-        longest = triton.cdiv(blocks.longest, PART_TOKENS_MIN)
+        wanted = -(-config.programs * processors // max(1, programs))
+        longest = -(-blocks.longest // PART_TOKENS_MIN)
         return next_power_of_two(max(1, min(wanted, longest, PARTS_MAX)))
 
 
@@ -368,7 +368,7 @@ def attention_constants(
     is_wide = block_q * block_h * block_v >= _WIDE or block_d * item_bytes >= _WIDE_BYTES
     return {
         "GROUP": group,
-        "HEAD_BLOCKS": triton.cdiv(group, block_h),
+        "HEAD_BLOCKS": -(-group // block_h),
         "WIDTH": width,
         "V_WIDTH": v_width,
         "BLOCK_Q": block_q,
@@ -385,4 +385,5 @@ def attention_constants(
 def _processors_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors
