@@ -19,7 +19,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams options supported parity matrix walk rules coverage clean
+.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu rehearse replay sim sim-bugs histories diagrams options supported parity matrix walk rules coverage clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -114,6 +114,12 @@ node-libs: $(VENV)-node/.installed  ## install the packages of the client in Jav
 
 node: $(STAMP) $(VENV)-node/.installed  ## run the client in JavaScript (needs Node 18 and npm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/examples/test_node_client.py -p no:xdist
+
+# g++ compiles a few lines once.
+rehearse: $(STAMP)  ## run the engine on a simulated CUDA device, and print a decode step's budgets
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --simulated-device \
+	  tests/rehearsal tests/integration/test_engine_gpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearse
 
 gpu: $(STAMP)  ## run the tests and benchmarks that need a CUDA device
 	$(BIN)/python -m benchmarks.gpu

@@ -73,7 +73,7 @@ def run() -> Iterator[Figure]:
 def _others_p99() -> Figure:
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         directory = Path(name)
-        limits = Limits(slots_max=3, host_adapters_max=20_000, device_bytes_max=1 << 26)
+        limits = Limits(max_loras=3, max_cpu_loras=20_000, device_bytes_max=1 << 26)
         control_load.write_known_adapters(directory, limits)
         with _controller(directory):
             client = _BareClient(endpoint(directory, "requests.sock"))
@@ -82,7 +82,7 @@ def _others_p99() -> Figure:
 
 @contextmanager
 def _controller(directory: Path) -> Iterator[None]:
-    limits = Limits(slots_max=3, host_adapters_max=8, device_bytes_max=1 << 26)
+    limits = Limits(max_loras=3, max_cpu_loras=8, device_bytes_max=1 << 26)
     config = ServeConfig(
         ServerConfig(str(directory), limits),
         ServeOptions(model=str(TINY / "model"), adapter_roots=(str(TINY / "adapters"),)),
@@ -247,7 +247,7 @@ def _replay() -> Figure:
 
 def _write_log(directory: Path) -> tuple[int, str]:
     """Write a log of generations over more adapters than slots; return its inputs and digest."""
-    limits = Limits(slots_max=32, host_adapters_max=64)
+    limits = Limits(max_loras=32, max_cpu_loras=64)
     feed = CoreFeed(limits, record=True)
     serve_traffic(feed, 50_000, 64)
     header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
@@ -378,7 +378,7 @@ def _known_adapters() -> Iterator[Figure]:
 
 
 def _known(count: int) -> CoreFeed:
-    feed = CoreFeed(Limits(slots_max=8, host_adapters_max=64, answers_max=1000))
+    feed = CoreFeed(Limits(max_loras=8, max_cpu_loras=64, answers_max=1000))
     for number in range(count):
         feed.handle(LoadAdapter(feed.request_id(), f"adapter-{number}"))
     feed.controller.digest()

@@ -24,7 +24,7 @@ INPUTS = 1_000_000
 EVENTS_PER_READ = 1024
 READS = 50
 ROUNDS = 5
-LIMITS = Limits(slots_max=32, host_adapters_max=64)
+LIMITS = Limits(max_loras=32, max_cpu_loras=64)
 
 
 def old_events() -> Figure:

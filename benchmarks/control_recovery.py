@@ -56,7 +56,7 @@ def run() -> Iterator[Figure]:
 
 def _write(directory: Path) -> tuple[CoreFeed, Seq]:
     """Write the log; its second segment begins after the snapshot."""
-    limits = Limits(slots_max=32, host_adapters_max=64)
+    limits = Limits(max_loras=32, max_cpu_loras=64)
     feed = CoreFeed(limits, record=True)
     for number in range(ADAPTERS):
         feed.handle(LoadAdapter(feed.request_id(), f"adapter-{number}"))
@@ -101,7 +101,7 @@ def _read(directory: Path, snapshot_seq: Seq) -> None:
 
 def _snapshot_pause() -> Figure:
     """Compare a real server's longest request while it makes a snapshot to the longest without."""
-    limits = Limits(slots_max=32, host_adapters_max=64)
+    limits = Limits(max_loras=32, max_cpu_loras=64)
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         directory = Path(name)
         write_known_adapters(directory, limits)

@@ -18,7 +18,7 @@ from loradock.engine.adapters.lora_model import LoRAModel
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.layout import blob_bytes, columns_of_one_adapter
-from loradock.engine.models.caches.kv_cache import BatchKVCache
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena

@@ -45,7 +45,7 @@ class CoreFeed:
         self._records_inputs = record
         self._number = 0
         self.handle(records.ControllerStarted(1))
-        self.handle(reports.EngineInventory("engine", 1, "model", limits.slots_max, 1 << 40))
+        self.handle(reports.EngineInventory("engine", 1, "model", limits.max_loras, 1 << 40))
 
     def handle(self, message: Input) -> None:
         """Handle an input and every report that its commands lead to."""

@@ -94,7 +94,7 @@ def _served(directory: Path) -> Iterator[int]:
     """Run the real processes with a gateway, until it has answered once."""
     port = free_port()
     gateway = GatewayConfig(directory=str(directory), port=port, model=str(TINY / "model"))
-    limits = Limits(slots_max=3, host_adapters_max=8, device_bytes_max=1 << 26)
+    limits = Limits(max_loras=3, max_cpu_loras=8, device_bytes_max=1 << 26)
     config = ServeConfig(
         ServerConfig(str(directory), limits),
         ServeOptions(model=str(TINY / "model"), adapter_roots=(str(TINY / "adapters"),)),

@@ -21,6 +21,7 @@ from benchmarks import (
     kernels,
     layers,
     models,
+    peers,
     serve,
     serve_cache,
     serve_loading,
@@ -45,11 +46,15 @@ GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "kernels": kernels.run,
     "layers": layers.run,
     "models": models.run,
+    "peers": peers.run,
     "serve": lambda: chain(
         *(serve.run(), serve_cache.run(), serve_loading.activation(), serve_loading.cold_load())
     ),
     "start": start.run,
 }
+
+ON_REQUEST: Final = ("peers",)
+"""Groups that are measured only if they are selected: they install another server."""
 
 ALSO_SHOWN: Final[dict[str, tuple[str, ...]]] = {"layers": ("adapters",)}
 """Groups that are measured together with a selected group."""
@@ -63,7 +68,8 @@ def main() -> None:
     parser.add_argument("--only", choices=sorted(GROUPS), help="measure this group only")
     only = parser.parse_args().only
     console = Console(width=150)
-    for group in (only, *ALSO_SHOWN.get(only, ())) if only else sorted(GROUPS):
+    every = sorted(GROUPS.keys() - ON_REQUEST)
+    for group in (only, *ALSO_SHOWN.get(only, ())) if only else every:
         with console.status(f"measuring {group}"):
             figures = list(GROUPS[group]())
         console.print(_table(group, figures))

@@ -83,7 +83,7 @@ class ServedEngine:
         self._engine = Engine(model, config, lora, "benchmark")
         self._core = Controller(
             Limits(
-                slots_max=lora.max_loras,
+                max_loras=lora.max_loras,
                 device_bytes_max=config.device_bytes_max,
                 request_timeout_ms=_NO_TIMEOUT_MS,
                 generation_timeout_ms=_NO_TIMEOUT_MS,

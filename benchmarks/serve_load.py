@@ -148,13 +148,13 @@ def model_files(shape: Shape) -> Iterator[Path]:
         torch.manual_seed(0)
         LlamaForCausalLM(shape.config()).save_pretrained(root / "model")
         for number in range(ADAPTER_FILES):
-            _write_adapter(root / adapter_name(number), shape, RANK)
+            write_adapter(root / adapter_name(number), shape, RANK)
         for number in range(LARGE_FILES):
-            _write_adapter(root / large_name(number), shape, shape.large_rank)
+            write_adapter(root / large_name(number), shape, shape.large_rank)
         yield root
 
 
-def _write_adapter(directory: Path, shape: Shape, rank: int) -> None:
+def write_adapter(directory: Path, shape: Shape, rank: int) -> None:
     """Write an adapter on all linear layers."""
     directory.mkdir()
     modules = [name for names in _LAYERS.values() for name in names]

@@ -49,7 +49,7 @@ from loradock.messages.wire import BATCH_MAX, REPLIES, REQUESTS, TOKEN_BYTES
 
 TINY: Final = Path(__file__).parent.parent / "examples" / "tiny"
 ADAPTERS: Final = tuple(sorted(path.name for path in (TINY / "adapters").iterdir()))
-LIMITS: Final = Limits(slots_max=3, host_adapters_max=5, answers_max=4096, digest_interval=256)
+LIMITS: Final = Limits(max_loras=3, max_cpu_loras=5, answers_max=4096, digest_interval=256)
 ENGINE_OPTIONS: Final = EngineOptions(kv_cache_bytes=8 << 20)
 SNAPSHOT_INTERVAL: Final = 500
 SEGMENT_BYTES: Final = 1 << 20

@@ -186,8 +186,9 @@ _HASHED: Final = ("max_lora_rank", "max_loras", "lora_dtype", "target_modules", 
 class AdapterBounds:
     """Bounds on the files of an adapter; a file that exceeds one is refused before it is read.
 
-    Sizes in bytes. `pattern_*` bound `rank_pattern` and `alpha_pattern`; `problems_max` is the
-    number of problems in the text of one error, whose details have all.
+    Sizes in bytes. `tensors_max` is bounded further by what the model could use. `pattern_*` bound
+    `rank_pattern` and `alpha_pattern`; `problems_max` is the number of problems in the text of one
+    error, whose details have all.
     """
 
     config_bytes_max: int = 1 << 20

@@ -69,7 +69,7 @@ class ThreadedJobs(Generic[T]):
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
         self._executor = ThreadPoolExecutor(
-            threads, thread_name_prefix="engine-jobs", initializer=_compute_alone
+            threads, thread_name_prefix="engine-jobs", initializer=compute_alone
         )
         self._finished: SimpleQueue[FinishedJob[T]] = SimpleQueue()
         self._wake = wake
@@ -97,7 +97,7 @@ class ThreadedJobs(Generic[T]):
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _compute_alone() -> None:
+def compute_alone() -> None:
     """Let PyTorch use one thread for what the calling thread computes, and change no other's."""
     with _setting:
         before = torch.get_num_threads()

@@ -8,6 +8,7 @@ from loradock.messages.base import Message, Value
 from loradock.messages.ids import (
     AdapterId,
     AdapterName,
+    EndClient,
     Generation,
     OpId,
     Path,
@@ -107,8 +108,8 @@ class SetMapping(_Command, frozen=True):
 class StartGeneration(_Command, frozen=True):
     """Generate with an adapter in a slot (`adapter_id` 0: the base model, slot -1).
 
-    The core never sees `prompt`, `sampling`, `priority` and `trace`; the shell adds them when it
-    sends the command.
+    The core sees nothing of what follows `generation`; the shell adds it when it sends the command.
+    Whom the request is for: the client in `request_id`, and the one that it names in `client`.
     """
 
     request_id: RequestId
@@ -119,6 +120,7 @@ class StartGeneration(_Command, frozen=True):
     sampling: Sampling = Sampling()
     priority: Priority = 0
     trace: TraceParent = ""
+    client: EndClient = ""
 
 
 class StartPooling(_Command, frozen=True):
@@ -136,6 +138,7 @@ class StartPooling(_Command, frozen=True):
     trace: TraceParent = ""
     truncation: Truncation | None = None
     dimensions: Dimensions = 0
+    client: EndClient = ""
 
 
 class StopGeneration(_Command, frozen=True):

@@ -218,8 +218,8 @@ class EngineOptions:
     prefix_caching: Annotated[
         bool,
         option(
-            "Reuse the keys and values of a prompt's beginning for requests of the same adapter "
-            "version that begin with the same tokens."
+            "Reuse the keys and values, or the recurrent states, of a prompt's beginning for "
+            "requests of the same adapter version that begin with the same tokens."
         ),
     ] = True
     attention_backend: Annotated[

@@ -56,6 +56,12 @@ Bytes = Annotated[int, Meta(ge=0, le=2**53)]
 TraceParent = Annotated[str, Meta(max_length=55)]
 """The span that caused a request, as a W3C `traceparent`; empty for none. It is never logged."""
 
+EndClient = Annotated[str, Meta(max_length=64)]
+"""The client for which another one, as the gateway, makes a request; empty: it is its own.
+
+Requests of different clients have equal shares of an adapter's turns. It is never logged.
+"""
+
 AdapterState = Literal["unregistered", "evicted", "cpu-cached", "pinned", "gpu-slot"]
 
 UNREGISTERED: Final = "unregistered"

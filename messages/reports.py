@@ -54,7 +54,7 @@ class WeightsUnstaged(_Report, frozen=True):
 
 
 class SlotWritten(_Report, frozen=True):
-    """The slot's directory row points at the adapter's complete copy."""
+    """The slot has the adapter's complete copy, which the next forward pass can use."""
 
 
 class SlotReset(_Report, frozen=True):
@@ -131,7 +131,7 @@ class EngineInventory(Message, frozen=True):
     engine_id: str
     pid: int
     model: str
-    slots_max: int
+    max_loras: int
     device_bytes_max: Bytes
     last_op: OpId = 0
     running: tuple[OpId, ...] = ()

@@ -18,6 +18,7 @@ from loradock.messages.ids import (
     AdapterName,
     AdapterState,
     Bytes,
+    EndClient,
     Epoch,
     Generation,
     Path,
@@ -147,6 +148,7 @@ class Generate(_Request, frozen=True):
     timeout_ms: TimeoutMs = 0
     priority: Priority = 0
     trace: TraceParent = ""
+    client: EndClient = ""
 
 
 class _Pooling(_Request, frozen=True):
@@ -164,10 +166,13 @@ class Embed(_Pooling, frozen=True):
     """
 
     dimensions: Dimensions = 0
+    client: EndClient = ""
 
 
 class Classify(_Pooling, frozen=True):
     """Score each input for every label of the model with an adapter (None: the base model)."""
+
+    client: EndClient = ""
 
 
 class CancelGeneration(_Request, frozen=True):

@@ -109,34 +109,23 @@ ROOMS: Final = (
         "torch",
     ),
     _package(
-        "engine.models.vision",
-        "messages.prompts messages.requests engine engine.kernels engine.models.library "
-        "engine.punica",
-        "torch",
-    ),
-    _package("engine.models.caches", "engine engine.models.library", "torch"),
-    _package("engine.models.probes", "engine engine.models.caches engine.models.vision", "torch"),
-    _package(
         "engine.models",
         "messages.engine_options messages.prompts messages.requests messages.views engine "
         "engine.adapters engine.kernels engine.kernels.__init__ engine.residency "
-        "engine.punica engine.layers "
-        "engine.models.caches engine.models.library "
-        "engine.models.probes engine.models.vision",
+        "engine.punica engine.layers engine.models.library",
         "msgspec safetensors torch",
     ),
     _package(
         "engine.serving",
         "messages engine engine.kernels.block_attention engine.residency.arena engine.punica "
-        "engine.models engine.models.caches "
-        "engine.models.library engine.models.probes engine.models.vision",
+        "engine.models engine.models.library",
         "llguidance msgspec structlog torch",
     ),
     _package(
         "engine.manager",
         "messages controller.core engine engine.adapters "
         "engine.kernels.__init__ "
-        "engine.residency engine.punica engine.layers engine.models engine.models.vision",
+        "engine.residency engine.punica engine.layers engine.models",
         "structlog torch",
     ),
     _package(
@@ -161,8 +150,8 @@ ROOMS: Final = (
     ),
     Room(
         "gateway.page",
-        ("gateway.page",),
-        ("messages", "client", "gateway.http", "gateway.adapters"),
+        ("gateway.page", "gateway.rates"),
+        ("messages", "client", "gateway", "gateway.http", "gateway.adapters"),
         ("msgspec", "starlette"),
     ),
     _package(
@@ -206,8 +195,8 @@ PLACES: Final[dict[str, tuple[str, ...]]] = {
         *("controller.server.keys", "client.async_client", "client.client"),
         *("client.sockets", "engine.worker.process", "engine.worker.worker"),
     ),
-    "PIL": ("engine.models.vision.decoding",),
-    "torchao": ("engine.models.quantization",),
+    "PIL": ("engine.models.image_processor",),
+    "torchao": ("engine.models.saved_settings",),
     # An extra: only what runs while tracing is on imports it.
     "opentelemetry": ("messages.traces", "gateway.inference.traces", "engine.worker.spans"),
     "tensorizer": ("engine.adapters.other_formats",),

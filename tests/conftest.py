@@ -37,8 +37,28 @@ settings.register_profile(
 settings.load_profile(PROFILE)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that runs tests on a simulated CUDA device."""
+    text = "run tests on a simulated CUDA device, those marked `gpu` and `simulated` among them"
+    parser.addoption("--simulated-device", action="store_true", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests of the rehearsal without its device."""
+    if not config.getoption("--simulated-device"):
+        skip = pytest.mark.skip(reason="needs --simulated-device (make rehearse)")
+        for item in items:
+            if item.get_closest_marker("simulated"):
+                item.add_marker(skip)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Add the filters of warnings, and log plain tracebacks."""
+    if config.getoption("--simulated-device"):
+        # Other runs neither import it nor compile its guard.
+        from tests.support.device.plugin import SimulatedDevicePlugin  # noqa: PLC0415
+
+        config.pluginmanager.register(SimulatedDevicePlugin())
     for line in WARNING_FILTERS:
         config.addinivalue_line("filterwarnings", line)
     reset_logs()

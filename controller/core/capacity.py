@@ -258,7 +258,7 @@ def permanent_shortage_of_batch(context: Context, adapters: tuple[Adapter, ...])
     for tier in TIERS[1:]:
         bound = _bound(context, tier)
         if tier == "device" and context.world.engine is None:
-            bound = Amount(context.limits.slots_max, context.limits.device_bytes_max)
+            bound = Amount(context.limits.max_loras, context.limits.device_bytes_max)
         held = held_by_others(context, adapters, tier)
         needed = _total(_needs(adapter, tier) for adapter in adapters)
         if not _fit_together(needed, held, bound):

@@ -98,7 +98,7 @@ class Controller:
         context, self._allowed = self._context, None
         if excludes:
             engine.lose(context, "the limits were changed")
-            self.world.resize_slots(limits.slots_max)
+            self.world.resize_slots(limits.max_loras)
         self.world.set_bounds(limits)
         for request_id in tuple(self.world.pending_requests)[limits.requests_max :]:
             fewer = f"requests_max was lowered to {limits.requests_max}; try again later"
@@ -137,7 +137,7 @@ class Controller:
         world = self.world
         host, pinned = world.tiers["host"], world.tiers["pinned"]
         match limit:
-            case "host_adapters_max":
+            case "max_cpu_loras":
                 return max(host.count, pinned.count)
             case "host_bytes_max":
                 return host.size_bytes

@@ -12,6 +12,7 @@ from typing import Any, Final
 from loradock.controller.core import engine, waiting
 from loradock.controller.core.actions import SendCommand, SetTimer
 from loradock.controller.core.context import Context
+from loradock.controller.core.limits import slots_name
 from loradock.controller.core.world import Operation, PendingRequest
 from loradock.messages import commands, events, records
 from loradock.messages.errors import ErrorCode
@@ -125,7 +126,7 @@ def _timeout_reason(context: Context, pending: PendingRequest) -> tuple[ErrorCod
     return (
         ErrorCode.NO_ROOM,
         f"no room came free in time for {names}: {leased} adapters in slots are leased and "
-        f"{len(world.held)} are held; wait longer, or raise slots_max",
+        f"{len(world.held)} are held; wait longer, or raise {slots_name(context.rules)}",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Final, cast
 from loradock.controller.core import capacity, versions, waiting
 from loradock.controller.core.actions import RestartEngine, SendCommand
 from loradock.controller.core.context import NANOS_PER_MS, Context
-from loradock.controller.core.limits import Limits
+from loradock.controller.core.limits import Limits, slots_name
 from loradock.controller.core.reports import discard_operation, mark_lost
 from loradock.controller.core.world import (
     DOWNWARD,
@@ -124,7 +124,7 @@ def on_inventory(context: Context, inventory: EngineInventory) -> None:
     world = context.world
     if world.engine is not None and world.engine.engine_id != inventory.engine_id:
         lose(context, f"engine {inventory.engine_id} took its place")
-    problem = contradiction(world, context.limits, inventory)
+    problem = contradiction(context, inventory)
     if problem is not None:
         context.publish(events.ReportRefused(inventory.last_op, problem))
         lose(context, problem)
@@ -156,7 +156,7 @@ def _attach(context: Context, inventory: EngineInventory) -> None:
         inventory.engine_id,
         inventory.pid,
         inventory.model,
-        inventory.slots_max,
+        inventory.max_loras,
         inventory.device_bytes_max,
     )
     context.world.set_bounds(context.limits)
@@ -275,28 +275,30 @@ def on_payload_lost(context: Context, message: records.PayloadLost) -> None:
     waiting.end_request(context, message.request_id, None)
 
 
-def contradiction(world: World, limits: Limits, inventory: EngineInventory) -> str | None:
+def contradiction(context: Context, inventory: EngineInventory) -> str | None:
     """Return what contradicts the log or itself in an inventory; None if nothing does.
 
     Refusals quote the text, so another wording needs another `RULES` number.
     """
+    world = context.world
     return (
-        _unbounded(world, limits, inventory)
+        _unbounded(context, inventory)
         or _contradicts_itself(inventory)
         or _taken_slot(world, inventory)
-        or _missing_lease(world, limits, inventory)
+        or _missing_lease(world, context.limits, inventory)
     )
 
 
-def _unbounded(world: World, limits: Limits, inventory: EngineInventory) -> str | None:
-    """Return the first number or text that is out of its bounds."""
+def _unbounded(context: Context, inventory: EngineInventory) -> str | None:
+    """Return the first number or string that is out of its bounds."""
+    world = context.world
     numbers = [
         ("pid", inventory.pid, 0, PID_MAX),
-        ("slots_max", inventory.slots_max, 1, SLOTS_MAX),
+        (slots_name(context.rules), inventory.max_loras, 1, SLOTS_MAX),
         ("last_op", inventory.last_op, 0, world.next_op + NUMBERS_LOST_MAX),
         ("operations", len(inventory.running), 0, RUNNING_MAX),
         ("suspended operations", len(inventory.suspended), 0, len(inventory.running)),
-        ("adapters", len(inventory.adapters), 0, limits.known_adapters_max),
+        ("adapters", len(inventory.adapters), 0, context.limits.known_adapters_max),
         ("length of a name", max(map(len, _texts(inventory))), 0, TEXT_LENGTH_MAX),
         ("bytes", sum(a.host_bytes + a.blob_bytes for a in inventory.adapters), 0, SIZE_BYTES_MAX),
         *(("operation", op, 1, inventory.last_op) for op in inventory.running),
@@ -330,8 +332,8 @@ def _contradicts_itself(inventory: EngineInventory) -> str | None:
             )
         if entry.adapter_id in known or (in_slot and entry.slot in slots):
             return f"adapter {entry.adapter_id} or slot {entry.slot} is reported twice"
-        if entry.slot >= inventory.slots_max:
-            return f"slot {entry.slot} is reported of {inventory.slots_max} slots"
+        if entry.slot >= inventory.max_loras:
+            return f"slot {entry.slot} is reported of {inventory.max_loras} slots"
         known.add(entry.adapter_id)
         if in_slot:
             slots.add(entry.slot)

@@ -60,15 +60,15 @@ def check(world: World, limits: Limits, allowed: Excess | None = NO_EXCESS) -> N
 def excess(world: World, limits: Limits) -> Excess:
     """Return by how much the tiers exceed the limits and the engine's capacity, also in motion."""
     host, pinned, device = (world.tiers[tier] for tier in TIERS)
-    slots_max, device_bytes_max = limits.slots_max, limits.device_bytes_max
+    max_loras, device_bytes_max = limits.max_loras, limits.device_bytes_max
     if world.engine is not None:
-        slots_max = min(slots_max, world.engine.slots_max)
+        max_loras = min(max_loras, world.engine.max_loras)
         device_bytes_max = min(device_bytes_max, world.engine.device_bytes_max)
     used_and_allowed = (
-        (host.count, limits.host_adapters_max),
+        (host.count, limits.max_cpu_loras),
         (host.size_bytes, limits.host_bytes_max),
         (pinned.size_bytes, limits.pinned_bytes_max),
-        (device.count, slots_max),
+        (device.count, max_loras),
         (device.size_bytes, device_bytes_max),
     )
     return tuple([max(0, used - most) for used, most in used_and_allowed])

@@ -7,22 +7,26 @@ nothing and are not here.
 from typing import Annotated, ClassVar, Final
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from loradock.controller.core.answers import WindowBounds
 from loradock.messages.engine_options import DEVICE_BYTES_DEFAULT
 from loradock.messages.options import option
 
-RULES = 3
+RULES = 4
 """The number of the core's rules. A change of what `handle` decides, or of a refusal's text (which
 is part of the digest), needs a new one."""
 
-RULES_READ = (2, 3)
+RULES_READ = (2, 3, 4)
 """The rules that logs are replayed by; inputs are added by the last one.
 
 Rules 3 against rules 2: a victim is the least recently used adapter of all states that hold a tier,
 not of one state after the other, and a move is no use. Inference that waits for an adapter when it
 is removed is served first, not refused, and later requests find no adapter of its name.
+
+Rules 4 against rules 3: a removed version for which only downward requests wait is forgotten,
+whatever state they want. A prefetched adapter that is forgotten leaves its queue. Refusals name the
+number of slots as its option does.
 """
 
 _GIB = 1 << 30
@@ -33,7 +37,7 @@ DurationMs = Annotated[int, Meta(ge=1, le=3_600_000)]
 QuantumMs = Annotated[int, Meta(ge=0, le=3_600_000)]
 
 
-FIXED = ("slots_max", "device_bytes_max")
+FIXED = ("max_loras", "device_bytes_max")
 """The limits that an engine is started with; the others can change while it runs."""
 
 
@@ -50,25 +54,23 @@ class Limits(Struct, frozen=True):
 
     PANEL: ClassVar = "Bounds"
 
-    slots_max: Annotated[
+    max_loras: Annotated[
         int,
         Meta(ge=1, le=65_536),
         option(
             "Device slots: the largest number of different adapters in one batch.",
-            flag="--max-loras",
             former="--slots",
             is_common=True,
         ),
-    ] = 8
-    host_adapters_max: Annotated[
+    ] = field(default=8, name="slots_max")
+    max_cpu_loras: Annotated[
         Count,
         option(
             "Largest number of adapters kept in host memory (RAM), those in slots included.",
-            flag="--max-cpu-loras",
             former="--host-adapters",
             is_common=True,
         ),
-    ] = 64
+    ] = field(default=64, name="host_adapters_max")
     host_bytes_max: Annotated[
         SizeBytes,
         option(
@@ -137,16 +139,15 @@ class Limits(Struct, frozen=True):
             unit="seconds",
         ),
     ] = 60_000
-    rest_ms: Annotated[
+    retry_backoff_ms: Annotated[
         DurationMs,
         option(
             "Delay before a failed operation on an adapter is retried; a new request for the "
             "adapter retries it at once.",
-            flag="--retry-backoff",
             former="--rest",
             unit="seconds",
         ),
-    ] = 5_000
+    ] = field(default=5_000, name="rest_ms")
     digest_interval: Annotated[
         Count,
         option("Records between two digests of the state in the log, which a replay compares."),
@@ -163,6 +164,12 @@ class Limits(Struct, frozen=True):
     """Logs without this limit are of the rule that 0 stands for."""
 
 
+LOGGED_NAMES: Final = dict(
+    zip(Limits.__struct_fields__, Limits.__struct_encode_fields__, strict=True)
+)
+"""Field -> its name in logs, snapshots and frames, which is an earlier one for some."""
+
+
 def window_bounds(limits: Limits) -> WindowBounds:
     """Return the bounds on stored answers."""
     kept_ns = limits.answers_kept_ms * 1_000_000
@@ -171,17 +178,23 @@ def window_bounds(limits: Limits) -> WindowBounds:
 
 def check_limits(limits: Limits) -> Limits:
     """Return `limits`; raises `LimitsError` with both values if two contradict."""
-    if limits.host_adapters_max < limits.slots_max:
+    if limits.max_cpu_loras < limits.max_loras:
         raise LimitsError(
-            f"max-cpu-loras must be at least max-loras, which is {limits.slots_max}, got "
-            f"{limits.host_adapters_max}: an adapter in a slot is on the host too"
+            f"max-cpu-loras must be at least max-loras, which is {limits.max_loras}, got "
+            f"{limits.max_cpu_loras}: an adapter in a slot is on the host too"
         )
     return limits
 
 
 def rules_read() -> str:
     """Return the rules that logs are replayed by, as errors name them."""
-    return " and ".join(map(str, RULES_READ))
+    *others, last = map(str, RULES_READ)
+    return f"{', '.join(others)} and {last}"
+
+
+def slots_name(rules: int) -> str:
+    """Return what refusals call the number of slots, as a limit."""
+    return "max_loras" if rules > 3 else "slots_max"
 
 
 def limits_from(values: dict[str, int]) -> Limits:

@@ -104,7 +104,8 @@ def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
         elif RESIDENCY_LEVEL[target] > RESIDENCY_LEVEL[goal]:
             goal = target
     if lowest is not None:
-        goal = lowest
+        # A removed version stays for nobody: what its name may become is another version.
+        goal = UNREGISTERED if adapter.retired and context.rules > 3 else lowest
     elif adapter.id in context.world.demoting:
         # It reaches its lower goal first and is promoted for these requests afterwards.
         return
@@ -348,6 +349,9 @@ def _forget(context: Context, adapter: Adapter) -> None:
     if context.world.has_suspended(adapter):
         return
     world = context.world
+    if adapter.id in world.queues.members and context.rules > 3:
+        # Its prefetch waited for room when it was evicted.
+        context.leave_queue(adapter)
     context.count_time_in_state(adapter)
     adapter.state = next_state(adapter.name, adapter.state, ADAPTER_REMOVED)
     has_successor = versions.unlink(context, adapter)
@@ -521,10 +525,10 @@ def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: s
 
 
 def start_backoff(context: Context, adapter: Adapter) -> None:
-    """Leave the adapter unmoved for `rest_ms`: the step that failed would fail again now."""
+    """Leave the adapter unmoved for `retry_backoff_ms`: the failed step would fail again now."""
     world = context.world
     adapter.backing_off = adapter.failed = True
-    adapter.retry_ns = world.time_ns + context.limits.rest_ms * NANOS_PER_MS
+    adapter.retry_ns = world.time_ns + context.limits.retry_backoff_ms * NANOS_PER_MS
     if adapter.id in world.queues.members:
         context.leave_queue(adapter)
     world.add_deadline(adapter.retry_ns, "retry", adapter.id)

@@ -206,7 +206,7 @@ class AttachedEngine(Struct, array_like=True, gc=False):
     engine_id: str
     pid: int
     model: str
-    slots_max: int
+    max_loras: int
     device_bytes_max: int
     reported: Seq = 0
 
@@ -286,7 +286,7 @@ class World:
 
     def _derive(self, limits: Limits) -> None:
         """Create the indexes, which `controller/core/restore.py` computes from the fields above."""
-        self.resize_slots(limits.slots_max)
+        self.resize_slots(limits.max_loras)
         self.set_bounds(limits)
         # Adapters by state in the order of `lru_stamp`: the first is the first victim.
         self.lru_order: dict[AdapterState, LruOrder] = {state: LruOrder() for state in RESIDENT}
@@ -303,22 +303,22 @@ class World:
         # The one deadline of kind `turn`; 0 if there is none.
         self.turn_end_ns = 0
 
-    def resize_slots(self, slots_max: int) -> None:
+    def resize_slots(self, max_loras: int) -> None:
         """Set the number of slots. No slot may be in use."""
-        for index in range(slots_max, len(self.slots)):
+        for index in range(max_loras, len(self.slots)):
             del self.slots[index]
-        for index in range(len(self.slots), slots_max):
+        for index in range(len(self.slots), max_loras):
             self.slots[index] = Slot()
-        self.free_slots = list(range(slots_max))
+        self.free_slots = list(range(max_loras))
 
     def set_bounds(self, limits: Limits) -> None:
         """Bound the tiers by the smaller of the limits and the engine's capacity."""
         host, pinned, device = (self.tiers[tier] for tier in TIERS)
-        host.count_max, host.size_bytes_max = limits.host_adapters_max, limits.host_bytes_max
-        pinned.count_max, pinned.size_bytes_max = limits.host_adapters_max, limits.pinned_bytes_max
+        host.count_max, host.size_bytes_max = limits.max_cpu_loras, limits.host_bytes_max
+        pinned.count_max, pinned.size_bytes_max = limits.max_cpu_loras, limits.pinned_bytes_max
         device.count_max = device.size_bytes_max = 0
         if self.engine is not None:
-            device.count_max = min(limits.slots_max, self.engine.slots_max)
+            device.count_max = min(limits.max_loras, self.engine.max_loras)
             device.size_bytes_max = min(limits.device_bytes_max, self.engine.device_bytes_max)
 
     def current(self, name: str) -> Adapter | None:

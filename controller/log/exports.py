@@ -15,9 +15,9 @@ from loradock.controller.core.controller import Controller
 from loradock.controller.core.counters import Counters
 from loradock.controller.core.invariants import check
 from loradock.controller.core.limits import (
+    LOGGED_NAMES,
     RULES,
     RULES_READ,
-    Limits,
     LimitsError,
     limits_from,
     limits_to,
@@ -192,7 +192,7 @@ def _controller(state: ExportedState) -> Controller:
         check_policy(state.policy)
     except PolicyUnknownError as error:
         raise ImportRefusedError(str(error)) from error
-    known = set(Limits.__struct_fields__)
+    known = LOGGED_NAMES.values()
     try:
         limits = limits_from({name: n for name, n in state.limits.items() if name in known})
     except LimitsError as error:

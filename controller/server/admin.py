@@ -19,7 +19,14 @@ from msgspec import Struct
 from loradock.controller.core.context import Refusal
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.eviction import POLICIES
-from loradock.controller.core.limits import FIXED, Limits, LimitsError, limits_from, limits_to
+from loradock.controller.core.limits import (
+    FIXED,
+    LOGGED_NAMES,
+    Limits,
+    LimitsError,
+    limits_from,
+    limits_to,
+)
 from loradock.controller.core.views import show_adapter, show_status
 from loradock.controller.log.storage import write_file
 from loradock.controller.server.diagnostics import Diagnostics
@@ -104,8 +111,9 @@ class Admin:
         """Return the limits and the policy that a change leads to; raises `Refusal`."""
         controller = self._controller
         policy = message.policy or controller.policy_name
+        given = {LOGGED_NAMES.get(name, name): value for name, value in message.limits.items()}
         try:
-            limits = limits_from(limits_to(controller.limits) | message.limits)
+            limits = limits_from(limits_to(controller.limits) | given)
         except LimitsError as error:
             raise Refusal(ErrorCode.MALFORMED, str(error)) from error
         if policy not in POLICIES:
@@ -156,8 +164,9 @@ class Admin:
 
     def settings(self, request_id: RequestId) -> control.SettingsShown:
         """Return the current limits and policy."""
-        limits = limits_to(self._controller.limits)
-        return control.SettingsShown(request_id, limits, self._controller.policy_name, FIXED)
+        limits, policy = limits_to(self._controller.limits), self._controller.policy_name
+        fixed = tuple([LOGGED_NAMES[name] for name in FIXED])
+        return control.SettingsShown(request_id, limits, policy, fixed)
 
     def status(
         self, message: requests.ShowStatus, sees: Callable[[str], bool] | None

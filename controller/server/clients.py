@@ -154,6 +154,7 @@ class Payloads:
                     sampling=request.sampling,
                     priority=request.priority,
                     trace=request.trace,
+                    client=request.client,
                 )
             case (requests.Embed() | requests.Classify()) as request, StartPooling():
                 return msgspec.structs.replace(
@@ -162,6 +163,7 @@ class Payloads:
                     trace=request.trace,
                     truncation=request.truncation,
                     dimensions=request.dimensions if isinstance(request, requests.Embed) else 0,
+                    client=request.client,
                 )
         return None
 

@@ -179,7 +179,11 @@ class AdapterFiles:
 
 @contextmanager
 def open_adapter(
-    path: str, roots: Sequence[Path], *, allow_pickled: bool = False
+    path: str,
+    roots: Sequence[Path],
+    *,
+    allow_pickled: bool = False,
+    bounds: AdapterBounds = DEFAULT_BOUNDS,
 ) -> Iterator[AdapterFiles]:
     """Open the files of the adapter at `path`, absolute or relative to one of `roots`.
 
@@ -193,7 +197,7 @@ def open_adapter(
         if not opened.has(CONFIG_NAME):
             raise AdapterNotFound(config_is_missing(path, opened.descriptor))
         config = opened.file(CONFIG_NAME)
-        index, weights = _open_weights_files(path, opened, allow_pickled)
+        index, weights = _open_weights_files(path, opened, allow_pickled, bounds)
         files = AdapterFiles(config, weights, index, opened)
         files.wait_until_quiet()
         yield files
@@ -231,21 +235,20 @@ def _as_engine_errors() -> Iterator[None]:
 
 
 def _open_weights_files(
-    path: str, directory: _Directory, allow_pickled: bool
+    path: str, directory: _Directory, allow_pickled: bool, bounds: AdapterBounds
 ) -> tuple[OpenFile | None, list[OpenFile]]:
     """Open the weights files, and the index of several shards; raises `AdapterNotFound`."""
     names = weights_names(path, directory.descriptor, allow_pickled)
     index = None
     if names == [INDEX_NAME]:
         index = directory.file(INDEX_NAME)
-        names = names_in_index(_read_index(index), DEFAULT_BOUNDS)
+        names = names_in_index(_read_index(index, bounds), bounds)
     return index, [directory.file(name) for name in names]
 
 
-def _read_index(index: OpenFile) -> bytes:
-    if index.size_bytes > DEFAULT_BOUNDS.header_bytes_max:
+def _read_index(index: OpenFile, bounds: AdapterBounds) -> bytes:
+    if index.size_bytes > bounds.header_bytes_max:
         raise AdapterUnsound(
-            f"{INDEX_NAME} has {index.size_bytes} bytes; at most "
-            f"{DEFAULT_BOUNDS.header_bytes_max} are read"
+            f"{INDEX_NAME} has {index.size_bytes} bytes; at most {bounds.header_bytes_max} are read"
         )
     return index.read(0, index.size_bytes)

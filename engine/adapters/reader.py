@@ -91,8 +91,9 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
     `AdapterDoesNotFit` and `NotFinite`; also `PathNotAllowed`, `AdapterNotFound`,
     `HostOutOfMemory`, and `Conflict` for a file that changes while it is read.
     """
+    bounds = model.bounded(bounds)
     try:
-        with open_adapter(path, roots, allow_pickled=allow_pickled) as files:
+        with open_adapter(path, roots, allow_pickled=allow_pickled, bounds=bounds) as files:
             known = None if known_files is None else known_files.fingerprint_of(files)
             loaded = _read(files, model, bounds, is_follower, is_3d_lora_weight, known)
             if compares_tokenizer and not is_follower:

@@ -44,6 +44,8 @@ _METADATA: Final = "__metadata__"
 _LFS_POINTER: Final = b"version "
 """The first bytes of a text that Git LFS has in place of a large file."""
 _LENGTH_MAX: Final = 1 << 48
+_VALUES_PER_TENSOR: Final = 10
+_METADATA_VALUES_MAX: Final = 1 << 16
 
 
 class StoredTensor(NamedTuple):
@@ -82,12 +84,12 @@ def parse_header(header: bytes, file_bytes: int, bounds: AdapterBounds) -> list[
     try:
         if header[:1] != b"{":
             raise ValueError(f"it starts with {header[:1]!r}, not with {{")
-        entries = decode_object(header, 10 * bounds.tensors_max, bounds.json_depth_max)
+        # Before it is decoded; a header that writes the word otherwise is bounded by its values.
+        _check_count(header.count(b'"data_offsets"'), bounds)
+        values_max = _VALUES_PER_TENSOR * bounds.tensors_max + _METADATA_VALUES_MAX
+        entries = decode_object(header, values_max, bounds.json_depth_max)
         _check_metadata(entries.pop(_METADATA, {}))
-        if len(entries) > bounds.tensors_max:
-            raise ValueError(
-                f"it names {len(entries)} tensors; at most {bounds.tensors_max} are read"
-            )
+        _check_count(len(entries), bounds)
         data_start = LENGTH_BYTES + len(header)
         tensors = [_tensor(name, entry, data_start, bounds) for name, entry in entries.items()]
         tensors.sort(key=lambda tensor: tensor.start)
@@ -95,6 +97,13 @@ def parse_header(header: bytes, file_bytes: int, bounds: AdapterBounds) -> list[
     except ValueError as error:
         raise AdapterUnsound(f"the weights file's header is malformed: {error}") from None
     return tensors
+
+
+def _check_count(tensors: int, bounds: AdapterBounds) -> None:
+    if tensors > bounds.tensors_max:
+        raise ValueError(
+            f"it names {tensors} tensors; at most {bounds.tensors_max} are read for this model"
+        )
 
 
 def _tensor(name: str, entry: Any, data_start: int, bounds: AdapterBounds) -> StoredTensor:

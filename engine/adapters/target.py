@@ -7,13 +7,13 @@ searched for.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from loradock.engine.adapters.saved_tokenizer import BaseTokenizer
-from loradock.engine.config import LoRAConfig
+from loradock.engine.config import AdapterBounds, LoRAConfig
 from loradock.engine.errors import AdapterDoesNotFit
 from loradock.engine.layout import ModuleShape
 from loradock.engine.models.library.names import PreTrainedModel
@@ -140,6 +140,13 @@ def _mapped(rules: PathRules, path: str) -> str | None:
                 path = replaced(path, old, new)
     return path
 
+
+TENSORS_PER_MODULE: Final = 8
+"""More tensors than an adapter can have for one module or expert: A, B, a magnitude, a bias, and
+copies of the base model's parameters."""
+
+OTHER_TENSORS_MAX: Final = 4096
+"""The tensors for which a model has no module that are read, so that an error can name them."""
 
 SKIP_PREFIXES: Final = ("mtp.",)
 """Prefixes of layers that a served model does not use: they predict more tokens in training."""
@@ -282,6 +289,15 @@ class AdapterTarget:
         default=lambda _, __: None, compare=False
     )
     has_module: Callable[[str], bool] = field(default=lambda _: True, compare=False)
+
+    def bounded(self, bounds: AdapterBounds) -> AdapterBounds:
+        """Return the bounds for adapters of this model, by the tensors that it could use."""
+        if self.missing_layers:
+            # Files have tensors for them too.
+            return bounds
+        places = len(self.image_layers) + sum(shape.experts for shape in self.modules.values())
+        tensors = TENSORS_PER_MODULE * places + OTHER_TENSORS_MAX
+        return replace(bounds, tensors_max=min(bounds.tensors_max, tensors))
 
     def excludes(self, module: str) -> bool:
         """Return whether a module is not adapted because `enable_tower_connector_lora` is off."""

@@ -154,7 +154,11 @@ def open_weights(files: Sequence[OpenFile], bounds: AdapterBounds) -> WeightsFil
         raise AdapterUnsound(
             f"{name}: {size_bytes} bytes; at most {bounds.weights_bytes_max} are read"
         )
-    readers = [_open_file(file, bounds) for file in files]
+    readers: list[WeightsFile] = []
+    for file in files:
+        readers.append(_open_file(file, bounds))
+        left = bounds.tensors_max - len(readers[-1].tensors)
+        bounds = replace(bounds, tensors_max=max(1, left))
     return readers[0] if len(readers) == 1 else ShardedFile(readers, [file.name for file in files])
 
 

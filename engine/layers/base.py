@@ -175,7 +175,7 @@ class BaseLayerWithLoRA(nn.Module):
         return tuple(
             tuple(
                 None if (pair := arena.weights(slot, column)) is None else pair[matrix]
-                for slot in range(arena.slots_max)
+                for slot in range(arena.max_loras)
             )
             for column in self._columns
         )

@@ -11,7 +11,7 @@ from loradock.engine.kernels import DEFAULTS
 from loradock.engine.layers import BaseLayerWithLoRA
 from loradock.engine.layers.experts import ExpertsWithLoRA
 from loradock.engine.memory import allocated_bytes
-from loradock.engine.models.vision.mapping import IMAGE_PARTS
+from loradock.engine.models.image_part import IMAGE_PARTS
 from loradock.engine.punica.mapping import LoRAMapping, MappingType
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.messages.ids import GPU_SLOT

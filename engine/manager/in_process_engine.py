@@ -19,9 +19,9 @@ from loradock.engine.layers import ClassificationHeadWithLoRA
 from loradock.engine.layout import ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
 from loradock.engine.manager.model_checks import check_kind, check_model, keep_uncompiled
 from loradock.engine.models.binding import bind_lora
-from loradock.engine.models.loading import prepare_loaded
+from loradock.engine.models.held_model import prepare_loaded
+from loradock.engine.models.image_part import IMAGE_PARTS
 from loradock.engine.models.pooling_model import PoolingModel
-from loradock.engine.models.vision.mapping import IMAGE_PARTS
 from loradock.engine.punica.mapping import LoRAMapping, MappingType
 from loradock.engine.residency.residency import Residency
 from loradock.engine.residency.staging import unpack
@@ -135,7 +135,7 @@ class InProcessEngine:
             engine_id="in process",
             pid=0,
             model="",
-            slots_max=len(self.residency.residents),
+            max_loras=len(self.residency.residents),
             device_bytes_max=self.residency.arena.capacity_bytes,
             adapters=self.residency.inventory(),
         )

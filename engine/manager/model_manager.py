@@ -40,7 +40,7 @@ from loradock.engine.layout import rank_parts_max
 from loradock.engine.manager.attributes import Clock, ManagerAttributes, ManagerMetrics
 from loradock.engine.manager.in_process_engine import InProcessEngine
 from loradock.engine.manager.model_checks import check_kind, warn_when_saved
-from loradock.engine.models.vision.encoder import ImageTensors
+from loradock.engine.models.image_part import ImageTensors
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.messages import events, requests
 from loradock.messages.errors import ErrorCode
@@ -117,8 +117,8 @@ class LoRAModelManager(ManagerAttributes):
         self._closed = False
         self._displaced: dict[str, None] = {}
         limits = Limits(
-            slots_max=self.lora_slots,
-            host_adapters_max=self.capacity,
+            max_loras=self.lora_slots,
+            max_cpu_loras=self.capacity,
             host_bytes_max=_UNBOUNDED,
             pinned_bytes_max=_UNBOUNDED,
             device_bytes_max=engine.residency.arena.capacity_bytes,

@@ -12,8 +12,8 @@ import torch
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import DEFAULTS, choose_kernels
 from loradock.engine.layout import rank_parts_max
+from loradock.engine.models.image_part import IMAGE_PARTS, ImagePunicaWrapper
 from loradock.engine.models.served_model import ServedModel
-from loradock.engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrapper
 from loradock.engine.punica.side_stream import SideStream
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.residency.arena import Arena
@@ -52,8 +52,8 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
     copier = copier_for(model.device)
     if not model.group.is_trivial:
         copier = CollectiveCopier(copier, model.group)
-    slots_max, dtype = config.max_loras, config.dtype
-    arena = Arena(slots_max, model.shapes, device_bytes_max, dtype, model.device, copier)
+    max_loras, dtype = config.max_loras, config.dtype
+    arena = Arena(max_loras, model.shapes, device_bytes_max, dtype, model.device, copier)
     options: dict[str, Any] = {
         "has_saved_layers": arena.has_saved_layers,
         "specialize_active": config.specialize_active_lora,

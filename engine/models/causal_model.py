@@ -15,28 +15,32 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from loradock.engine.config import LoRAConfig
-from loradock.engine.models.caches.kv_cache import BatchKVCache, left_padding_mask
-from loradock.engine.models.caches.row_cache import RowCache
-from loradock.engine.models.caches.single_rows import ModuleState, SingleRows, find_module_states
-from loradock.engine.models.caches.state_cache import StateCache
+from loradock.engine.models.image_inputs import ImageInputs, image_arguments
+from loradock.engine.models.image_part import NO_PUNICAS, ImagePunicas
 from loradock.engine.models.image_processor import (
     ImagePromptReader,
     ImagesRefused,
     Processor,
     probe_images,
 )
+from loradock.engine.models.kv_cache import BatchKVCache, left_padding_mask
 from loradock.engine.models.library.generation import cache_argument, generated_logits
 from loradock.engine.models.library.names import Cache, PreTrainedModel
 from loradock.engine.models.positions import scale_by_length
-from loradock.engine.models.probes.batching import (
+from loradock.engine.models.probing import (
     ProbeSpec,
     check_rows_alone,
     generation_probe,
     states_probe,
 )
+from loradock.engine.models.row_cache import (
+    ModuleState,
+    RowCache,
+    SingleRows,
+    StateCache,
+    find_module_states,
+)
 from loradock.engine.models.served_model import ServedModel, Tokenizer
-from loradock.engine.models.vision.image_inputs import ImageInputs, image_arguments
-from loradock.engine.models.vision.mapping import NO_PUNICAS, ImagePunicas
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.residency.arena import Arena
 
@@ -86,22 +90,13 @@ class CausalModel(ServedModel):
         self.batching = BATCHINGS[chosen]
         if self.batching in ("single", "whole"):
             forwards = self._forward_whole, self.forward, self.new_cache
-            check_rows_alone(model, *forwards, self.vocab_size)
+            check_rows_alone(*forwards, self.vocab_size)
         self.prompt_reader, self.no_images_reason = self._make_reader(processor)
 
-    def new_cache(
-        self,
-        lengths: Sequence[int] = (),
-        offsets: Sequence[int] = (),
-        *,
-        keeps_capacity: bool = False,
-    ) -> Any:
-        """Return an empty `RowCache` for rows with these numbers of tokens.
-
-        `keeps_capacity`: buffers, if there are any, stay in place when rows leave.
-        """
+    def new_cache(self, lengths: Sequence[int] = (), offsets: Sequence[int] = ()) -> Any:
+        """Return an empty `RowCache` for rows with these numbers of tokens."""
         if self.batching == "padded":
-            return BatchKVCache(lengths, offsets, keeps_capacity=keeps_capacity)
+            return BatchKVCache(lengths, offsets)
         return self._cache_of(self.batching, lengths, offsets)
 
     def bind(
@@ -203,9 +198,9 @@ class CausalModel(ServedModel):
         if batching == "together":
             how = "rows that are decoded together"
             return states_probe(self.forward, make_cache, self._last_of_whole, how)
-        # The model's own steps are what it generates; sparse ones may differ from a whole forward
-        # pass in the columns that they choose.
-        generated = partial(generated_logits, self.model)
+        # The model's own steps are what it generates; sparse attention can choose other columns in
+        # them than in a whole forward pass.
+        generated = partial(generated_logits, self.model, with_cache=batching == "single")
         how = f"{batching} rows, one at a time"
         spec = states_probe(self.forward, make_cache, None, how, generated)
         return spec._replace(is_last_resort=batching == "whole")
@@ -239,8 +234,7 @@ class CausalModel(ServedModel):
     ) -> Tensor:
         """Run each row's new tokens alone, or all rows' next tokens together."""
         columns = input_ids.shape[1]
-        is_step = columns == 1 and all(cache.done) and set(cache.new_tokens) == {1}
-        if isinstance(cache, StateCache) and (cache.is_together or is_step) and len(cache) > 0:
+        if isinstance(cache, StateCache) and cache.is_together:
             logits = self._step_together(input_ids, cache)[:, None]
         else:
             logits = self._run_alone(input_ids, cache, columns if keeps_all else 1)

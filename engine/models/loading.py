@@ -3,7 +3,6 @@
 A model or setting that can't be served correctly is refused at start, with the reason.
 """
 
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
 
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.errors import ModelNotRun, ModelRefused
+from loradock.engine.errors import ModelRefused
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.image_processor import ImagesRefused, Processor, load_processor
 from loradock.engine.models.library.light_imports import without_compiler
@@ -24,14 +22,15 @@ from loradock.engine.models.library.names import (
     PreTrainedModel,
     disable_progress_bar,
 )
-from loradock.engine.models.plain_model import HeldTextModel, PlainModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.models.preparation import CLASSIFIERS
-from loradock.engine.models.quantization import dtype_of, is_quantized, loading_options
 from loradock.engine.models.saved_settings import (
     PoolingOptions,
     Task,
+    dtype_of,
+    is_quantized,
     loader_of,
+    loading_options,
     pooling_options,
     task_of,
 )
@@ -63,34 +62,6 @@ class _LoadedModel(NamedTuple):
     tokenizer: Tokenizer
     options: PoolingOptions
     without_head: bool
-
-
-def prepare_loaded(model: nn.Module, lora_config: LoRAConfig) -> ServedModel:
-    """Prepare a model that was loaded elsewhere: for the task of its head, or as it is.
-
-    Warns if a text model does not run with token ids alone, so that it is taken as it is.
-    """
-    if isinstance(model, PreTrainedModel) and _embeds_tokens(model):
-        try:
-            return _prepare_text_model(model, lora_config)
-        except ModelNotRun as error:
-            warnings.warn(f"the model is taken as it is, not tried out: {error}", stacklevel=5)
-    return PlainModel(model, lora_config)
-
-
-def _prepare_text_model(model: PreTrainedModel, lora_config: LoRAConfig) -> ServedModel:
-    if model.get_output_embeddings() is not None:
-        return HeldTextModel(model, lora_config)
-    is_classifier = any(name in CLASSIFIERS for name, _ in model.named_children())
-    return PoolingModel(model, lora_config, task="classify" if is_classifier else "embed")
-
-
-def _embeds_tokens(model: PreTrainedModel) -> bool:
-    """Return whether a model of `transformers` reads text."""
-    try:
-        return isinstance(model.get_input_embeddings(), nn.Embedding)
-    except (AttributeError, NotImplementedError):
-        return False
 
 
 def load_model(

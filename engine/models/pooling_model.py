@@ -16,7 +16,7 @@ from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import Malformed, ModelRefused
 from loradock.engine.models.library.names import PreTrainedModel
 from loradock.engine.models.positions import scale_by_length
-from loradock.engine.models.probes.batching import Prompts, is_bidirectional, pooling_probe
+from loradock.engine.models.probing import Prompts, is_bidirectional, pooling_probe
 from loradock.engine.models.saved_settings import NO_OPTIONS, Pooling, PoolingOptions
 from loradock.engine.models.served_model import ServedModel, Tokenizer
 from loradock.engine.punica.mapping import LoRAMapping

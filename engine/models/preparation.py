@@ -18,22 +18,21 @@ from loradock.engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRul
 from loradock.engine.layers.packed import PackedLinear
 from loradock.engine.layers.saved import ReplaceableNorm, is_replaceable_norm
 from loradock.engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, directory_columns
+from loradock.engine.models.image_part import ImagePart
+from loradock.engine.models.image_probing import record_image_inputs
 from loradock.engine.models.library.names import PreTrainedModel
+from loradock.engine.models.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
 from loradock.engine.models.packing import (
     PackingGroup,
     find_packing_groups,
     pack,
     with_implied_targets,
 )
-from loradock.engine.models.probes.batching import (
+from loradock.engine.models.probing import (
     ProbeSpec,
     find_column_layers,
     record_layer_inputs,
 )
-from loradock.engine.models.probes.comparison import located
-from loradock.engine.models.probes.images import record_image_inputs
-from loradock.engine.models.probes.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
-from loradock.engine.models.vision.encoder import ImagePart
 from loradock.engine.punica.mapping import MappingType
 
 _ROWS_BY_ROLE: Final[Mapping[Role, RowShapes]] = {
@@ -187,8 +186,7 @@ def _choose_probe(
     if chosen is None:
         is_run = not all(isinstance(refusal, ModelNotRun) for refusal in refusals)
         kind = ModelRefused if is_run else ModelNotRun
-        texts = (str(located(refusal, probed.model)) for refusal in refusals)
-        raise kind("; ".join(dict.fromkeys(texts)))
+        raise kind("; ".join(dict.fromkeys(map(str, refusals))))
     return *chosen, tuple(map(str, refusals))
 
 

@@ -37,15 +37,20 @@ from loradock.engine.layers.tensor_parallel import (
     missing_layers,
 )
 from loradock.engine.layout import ModuleShape
+from loradock.engine.models.image_part import (
+    NO_PUNICAS,
+    ImageMapper,
+    ImagePart,
+    ImagePunicas,
+    find_image_part,
+)
 from loradock.engine.models.library.names import AutoTokenizer, PreTrainedModel
 from loradock.engine.models.positions import longest_context
 from loradock.engine.models.preparation import WrapScope, module_shapes, prepare_layers
-from loradock.engine.models.probes.batching import ProbeSpec
+from loradock.engine.models.probing import ProbeSpec
 from loradock.engine.models.saved_settings import Task
 from loradock.engine.models.saved_weights import LOCAL
 from loradock.engine.models.sharding import experts_of
-from loradock.engine.models.vision.encoder import ImagePart, find_image_part
-from loradock.engine.models.vision.mapping import NO_PUNICAS, ImageMapper, ImagePunicas
 from loradock.engine.parallel import SINGLE, WHOLE_PARAMETER, ParallelGroup
 from loradock.engine.punica.mapping import MappingType
 from loradock.engine.punica.wrapper import PunicaWrapper

@@ -1,7 +1,9 @@
 """Splitting of a model over the ranks of a group, by the tensor-parallel plan of `transformers`.
 
 A plan is applied only if all of its entries are known, and only if the split model returns what the
-whole one did. Every other model is refused, with the reason.
+whole one did. If it has no layers, as plans of hybrids, attention and gated MLPs are found by the
+names of their projections, and all other layers are whole on every rank. Every other model is
+refused, with the reason.
 """
 
 import re
@@ -21,9 +23,9 @@ from loradock.engine.layers.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from loradock.engine.models.image_part import find_image_part
 from loradock.engine.models.library.names import PreTrainedModel
-from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
-from loradock.engine.models.vision.encoder import find_image_part
+from loradock.engine.models.observation import error_max, relative_difference
 from loradock.engine.parallel import WHOLE_PARAMETER, ParallelGroup, ParameterShard
 
 _PROMPT_TOKENS: Final = 5
@@ -135,7 +137,7 @@ class Sharding:
         Collective: each whole layer is gathered from all ranks for its call alone.
         """
         self.model.to(device)
-        # Ranks may take unlike times to read their parts: longer than any later call may take.
+        # Ranks can need different times to read their parts: longer than any later call is allowed.
         self._group.wait_for_all()
         with self._whole_layers(device):
             whole = _outputs(self.model, device)
@@ -143,13 +145,14 @@ class Sharding:
             split = _outputs(self.model, device)
         except MODEL_CODE_ERRORS as error:
             raise ModelRefused(
-                "the model's tensor-parallel plan does not run on "
-                f"{self._group.world_size} ranks: {type(error).__name__}: {error}"
+                f"the model does not run on {self._group.world_size} ranks: "
+                f"{type(error).__name__}: {error}"
             ) from error
-        if not self._group.all_true(_are_close(whole, split)):
+        is_same = relative_difference(split, whole) <= error_max(whole.dtype)
+        if not self._group.all_true(is_same):
             raise ModelRefused(
-                f"split by its own plan over {self._group.world_size} ranks, the model's results "
-                "differ from the whole model's; serve it on one rank"
+                f"split over {self._group.world_size} ranks, the model's results differ from the "
+                "whole model's; serve it on one rank"
             )
 
     @contextmanager
@@ -183,6 +186,8 @@ class Sharding:
         }
         modules = _matching(plan, layers)
         ends = (self._embedding, self._head)
+        if all(layers[name] in ends for name in modules):
+            modules |= _plan_by_names(layers)
         # Without its layers every rank would hold nearly all of the model.
         if all(layers[name] in ends for name in modules):
             raise ModelRefused(
@@ -284,6 +289,33 @@ def _matching(plan: Mapping[str, str], named: Mapping[str, object]) -> dict[str,
     return {name: plan[_pattern_of(name)] for name in named if _pattern_of(name) in plan}
 
 
+_PROJECTIONS: Final = (
+    (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj")),
+    (("gate_proj", "up_proj"), ("down_proj",)),
+    (("w1", "w3"), ("w2",)),
+)
+"""Names of siblings that are split by columns, and of one after them that is split by rows."""
+
+
+def _plan_by_names(layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the styles of attention, gated MLPs and experts of a model whose plan has no layers.
+
+    A module with parameters per head, as attention sinks, stays whole. That the names mean what
+    they usually do is seen in the results of the split model.
+    """
+    plan = {name: "moe_tp_experts" for name, one in layers.items() if layout_of(one) is not None}
+    for owner, module in layers.items():
+        children = {name for name, one in module.named_children() if isinstance(one, nn.Linear)}
+        if any(True for _ in module.parameters(recurse=False)):
+            continue
+        for columns, rows in _PROJECTIONS:
+            last = children.intersection(rows)
+            if children.issuperset(columns) and last:
+                plan |= {f"{owner}.{name}": "colwise" for name in columns}
+                plan |= {f"{owner}.{name}": "rowwise" for name in last}
+    return plan
+
+
 def experts_of(model: nn.Module) -> set[str]:
     """Return the paths of the experts modules with a known layout."""
     return {name for name, module in model.named_modules() if layout_of(module) is not None}
@@ -311,12 +343,6 @@ def _outputs(model: PreTrainedModel, device: torch.device) -> Tensor:
     if outputs[0].ndim == 2:
         outputs.append(model.base_model(input_ids=tokens, **arguments)[0])
     return torch.cat([output.flatten() for output in outputs]).cpu()
-
-
-def _are_close(whole: Tensor, split: Tensor) -> bool:
-    allowed = ERRORS_MAX.get(whole.dtype, ERROR_MAX_HALF)
-    difference = split.double() - whole.double()
-    return float(difference.norm() / whole.double().norm()) <= allowed
 
 
 class WholeLayer:

@@ -47,12 +47,12 @@ class Grouper:
         """An object that identifies the device's tables; replaced when they are reallocated."""
         return None if self._buffer is None else self._buffer.identity
 
-    def group(self, token_slots: Tensor, prompt_slots: Tensor, slots_max: int) -> Batch:
+    def group(self, token_slots: Tensor, prompt_slots: Tensor, max_loras: int) -> Batch:
         """Return both mappings' groups; slots: [rows] int64 on the host, -1 for the base model."""
-        of_tokens = self._sort(token_slots, slots_max)
+        of_tokens = self._sort(token_slots, max_loras)
         # If every row is sampled, both mappings are equal.
         are_equal = torch.equal(token_slots, prompt_slots)
-        tables = [of_tokens, of_tokens if are_equal else self._sort(prompt_slots, slots_max)]
+        tables = [of_tokens, of_tokens if are_equal else self._sort(prompt_slots, max_loras)]
         sizes = [table.words for table in tables]
         words = sum(sizes)
         host = (
@@ -68,24 +68,24 @@ class Grouper:
         )
         return Batch(tokens, prompts)
 
-    def group_once(self, slots: Tensor, slots_max: int) -> Groups:
+    def group_once(self, slots: Tensor, max_loras: int) -> Groups:
         """Return the groups of other rows of the same batch, in separate memory.
 
         slots: [rows] int64 on the host, -1 for the base model.
         """
-        tables = self._sort(slots, slots_max)
+        tables = self._sort(slots, max_loras)
         host = torch.zeros(tables.words, dtype=torch.int64)
         tables.write(host)
         return tables.read(host.to(self._device))
 
-    def _sort(self, slots: Tensor, slots_max: int) -> "_BatchTables":
+    def _sort(self, slots: Tensor, max_loras: int) -> "_BatchTables":
         """Sort the rows with an adapter stably by slot."""
         sorted_slots, order = torch.sort(slots, stable=True)
         base_rows = int((slots < 0).sum())
         active, counts = torch.unique_consecutive(sorted_slots[base_rows:], return_counts=True)
-        groups = next_power_of_two(len(active)) if self._specialize_active else slots_max
+        groups = next_power_of_two(len(active)) if self._specialize_active else max_loras
         tokens = next_power_of_two(len(slots))
-        bounds = GroupBounds(tokens, min(groups, tokens, slots_max), self._rank_max)
+        bounds = GroupBounds(tokens, min(groups, tokens, max_loras), self._rank_max)
         return _BatchTables(slots, order[base_rows:], active, counts, bounds)
 
 

@@ -134,8 +134,8 @@ class PunicaWrapper:
         self._mapping, self._layout = mapping, layout
         return True
 
-    def _group(self, token_slots: Tensor, prompt_slots: Tensor, slots_max: int) -> None:
-        self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, slots_max)
+    def _group(self, token_slots: Tensor, prompt_slots: Tensor, max_loras: int) -> None:
+        self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, max_loras)
 
     @property
     def attention(self) -> BlockAttention | None:

@@ -67,14 +67,14 @@ class Arena:
 
     def __init__(
         self,
-        slots_max: int,
+        max_loras: int,
         modules: Sequence[ModuleShape],
         device_bytes_max: int,
         dtype: torch.dtype,
         device: torch.device | str,
         copier: Copier | None = None,
     ) -> None:
-        self.slots_max = slots_max
+        self.max_loras = max_loras
         self.modules = sorted_by_column(modules)
         self._optional_columns = [one.index for one in self.modules if one.is_optional]
         replacing = (ModuleKind.HEAD, ModuleKind.TOKENS)
@@ -82,11 +82,11 @@ class Arena:
         self._shape_at = {shape.index: shape for shape in self.modules}
         self.dtype = dtype
         self.device = torch.device(device)
-        self.generations = [0] * slots_max
+        self.generations = [0] * max_loras
         self._extents = Extents(device_bytes_max // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
         self._bytes = allocate_device(self.capacity_bytes, self.device)
         self.data = self._bytes.view(dtype)
-        self.directory = SlotDirectory(self.data, slots_max, directory_columns(self.modules))
+        self.directory = SlotDirectory(self.data, max_loras, directory_columns(self.modules))
         self._copier = copier or copier_for(self.device)
         self._compactor = Compactor(self._bytes, self._extents, self._copier)
         self._has_heads, self._heads_version = False, -1
@@ -106,6 +106,10 @@ class Arena:
     def free_bytes(self) -> int:
         """The bytes that no extent has; a blob of at most this size can be written."""
         return self._extents.free_bytes
+
+    def has_hole(self, size_bytes: int) -> bool:
+        """Return whether a blob of this size can be written without moving others."""
+        return self._extents.has_hole(size_bytes)
 
     def close(self) -> None:
         """Wait for running copies; the arena is not written after that."""
@@ -140,6 +144,18 @@ class Arena:
     def is_copied(self, slot: int) -> bool:
         """Return whether the slot's unfinished write was copied, or failed; never blocks."""
         return self._write(slot).copy.is_done()
+
+    def is_copied_well(self, slot: int) -> bool:
+        """Return whether the slot's unfinished write was copied, and did not fail; never blocks."""
+        copy = self._write(slot).copy
+        if not copy.is_done():
+            return False
+        try:
+            copy.wait()
+        except Exception:
+            # `finish_write` raises it again.
+            return False
+        return True
 
     def finish_write(self, slot: int) -> None:
         """Wait for the copy of the slot's unfinished write, and publish the slot's row.
@@ -368,8 +384,8 @@ class Arena:
         return any(used.slot == slot for used in self._slot_extents.values())
 
     def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.slots_max:
-            raise NotResident(f"slot {slot} was named; this engine has 0 to {self.slots_max - 1}")
+        if not 0 <= slot < self.max_loras:
+            raise NotResident(f"slot {slot} was named; this engine has 0 to {self.max_loras - 1}")
 
     def _check_unwritten(self, slot: int) -> None:
         self._check_slot(slot)

@@ -60,6 +60,10 @@ class Extents:
         self.free_bytes -= size_bytes
         return extent
 
+    def has_hole(self, size_bytes: int) -> bool:
+        """Return whether `allocate` would succeed."""
+        return any(hole.size_bytes >= size_bytes for hole in self._holes())
+
     def free(self, owner: int) -> None:
         """Free an owner's extent."""
         self.free_bytes += self._extents.pop(owner).size_bytes

@@ -4,14 +4,18 @@ Every operation ends in exactly one report, and a failed operation has changed n
 exception is an error that no report can express, such as a failing device: it is raised, and ends
 the engine.
 
-All methods are called by one thread, between two forward passes. Reading and packing take long and
-change nothing here, so they are jobs, whose results `collect` applies. An engine process runs them
-on threads; a program that embeds the model runs them inline (`loradock.engine.jobs.InlineJobs`).
+All methods are called by one thread at a time, between two forward passes. During one, only what
+`can_begin_beside_step` allows is executed, and only `collect_beside_step` is called: both leave the
+arena's rows, and the adapters in slots, as they are.
+
+Reading and packing take long and change nothing here, so they are jobs, whose results are applied
+later. An engine process runs them on threads; a program that embeds the model runs them inline
+(`loradock.engine.jobs.InlineJobs`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import structlog
 
@@ -59,6 +63,15 @@ ResidencyCommand = (
     | commands.SetMapping
 )
 
+_HOST_COMMANDS: Final = (
+    commands.CheckAdapter,
+    commands.LoadWeights,
+    commands.StageWeights,
+    commands.UnstageWeights,
+    commands.DropWeights,
+)
+"""The commands for adapters that are in no slot."""
+
 Read = Callable[[commands.CheckAdapter | commands.LoadWeights], LoadedAdapter]
 """Returns an adapter, read and checked; called as a job."""
 
@@ -88,7 +101,7 @@ class Residency:
         pins: bool,
     ) -> None:
         self.arena: Final = arena
-        self.residents: Final[list[AdapterId | None]] = [None] * arena.slots_max
+        self.residents: Final[list[AdapterId | None]] = [None] * arena.max_loras
         self.host_adapters: Final[dict[AdapterId, HostAdapter]] = {}
         self.checked: Final = CheckedAdapters()
         self._modules = modules
@@ -98,6 +111,8 @@ class Residency:
         self._pins = pins
         self._in_flight: dict[OpId, AdapterId] = {}
         self._copies: dict[Slot, commands.WriteSlot] = {}
+        # Complete copies that were reported during a step and whose slots are not published yet.
+        self._unpublished: list[commands.WriteSlot] = []
         self._handlers: Final[dict[type, Callable[[Any], None]]] = {
             commands.CheckAdapter: self.check_adapter,
             commands.LoadWeights: self.load_weights,
@@ -112,7 +127,7 @@ class Residency:
 
     @property
     def is_copying(self) -> bool:
-        """True if a copy to the device is unfinished; only `collect` finishes it."""
+        """True if a copy to the device has no report yet; only collecting reports it."""
         return bool(self._copies)
 
     @property
@@ -135,6 +150,16 @@ class Residency:
                 pageable += adapter.weights.size_bytes
         return pageable, staged
 
+    def can_begin_beside_step(self, command: commands.Command) -> TypeGuard[ResidencyCommand]:
+        """Return whether a command can be executed during a forward pass, which won't notice it.
+
+        A write is, if no other adapter has to be moved for it: its copy is, and not its row.
+        """
+        if isinstance(command, commands.WriteSlot):
+            adapter = self.host_adapters.get(command.adapter_id)
+            return adapter is not None and self.arena.has_hole(adapter.blob_bytes)
+        return isinstance(command, _HOST_COMMANDS)
+
     def execute(self, command: ResidencyCommand) -> None:
         """Execute a command, or start it."""
         try:
@@ -144,6 +169,28 @@ class Residency:
 
     def collect(self, *, wait: bool = False) -> None:
         """Apply the results of jobs and copies that have ended; `wait`: wait for the copies."""
+        self.publish()
+        self._collect_jobs()
+        for slot in [slot for slot in self._copies if wait or self.arena.is_copied(slot)]:
+            self._finish_copy(slot)
+
+    def collect_beside_step(self) -> None:
+        """Apply the results of jobs that have ended, and report the slots that were copied.
+
+        `publish` has to be called after the step, before a command names such a slot.
+        """
+        self._collect_jobs()
+        for slot in [slot for slot in self._copies if self.arena.is_copied_well(slot)]:
+            command = self._copies.pop(slot)
+            self._unpublished.append(command)
+            self._report(reports.SlotWritten(command.op))
+
+    def publish(self) -> None:
+        """Publish the slots that were reported during a step; an error ends the engine."""
+        while self._unpublished:
+            self._publish(self._unpublished.pop(0))
+
+    def _collect_jobs(self) -> None:
         for job, future in self._jobs.take_finished():
             del self._in_flight[job.op]
             error = future.exception()
@@ -151,8 +198,6 @@ class Residency:
                 self._report(job.done(future.result()))
             else:
                 self.fail(job.op, error)
-        for slot in [slot for slot in self._copies if wait or self.arena.is_copied(slot)]:
-            self._finish_copy(slot)
 
     def close(self) -> None:
         """Start no further jobs, and wait for running copies."""
@@ -246,13 +291,11 @@ class Residency:
         self._start(command.op, command.adapter_id, blob.to_pageable, unstaged)
 
     def write_slot(self, command: commands.WriteSlot) -> None:
-        """Start to copy a blob into a slot; the slot is published once the copy is complete."""
+        """Start to copy a blob into a slot; once it is copied, `collect` publishes the slot."""
         _, blob = self._require_staged(command.adapter_id)
         self.arena.begin_write(command.slot, command.generation, blob)
         self._in_flight[command.op] = command.adapter_id
         self._copies[command.slot] = command
-        if self.arena.is_copied(command.slot):
-            self._finish_copy(command.slot)
 
     def reset_slot(self, command: commands.ResetSlot | commands.PreemptSlot) -> None:
         """Clear a slot; sequences that use it and are not suspended fail at the next step."""
@@ -296,16 +339,20 @@ class Residency:
 
     def _finish_copy(self, slot: Slot) -> None:
         command = self._copies.pop(slot)
-        del self._in_flight[command.op]
         try:
-            self.arena.finish_write(slot)
+            self._publish(command)
         except Exception as error:
             self._fail_or_raise(command.op, error)
             return
-        adapter = self.host_adapters[command.adapter_id]
-        adapter.slot, adapter.generation = slot, command.generation
-        self.residents[slot] = command.adapter_id
         self._report(reports.SlotWritten(command.op))
+
+    def _publish(self, command: commands.WriteSlot) -> None:
+        """Let a slot have its adapter; raises what the copy raised, and then it has none."""
+        del self._in_flight[command.op]
+        self.arena.finish_write(command.slot)
+        adapter = self.host_adapters[command.adapter_id]
+        adapter.slot, adapter.generation = command.slot, command.generation
+        self.residents[command.slot] = command.adapter_id
 
     def _require(self, adapter_id: AdapterId, *states: AdapterState) -> HostAdapter:
         """Return an adapter that is in one of `states` and has no unfinished operation."""

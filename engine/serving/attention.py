@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from loradock.engine.kernels.block_attention import AttentionOptions
-from loradock.engine.models.library.attention import use_attention
+from loradock.engine.models.library.generation import use_attention
 from loradock.engine.models.library.names import (
     AttentionInterface,
     AttentionMaskInterface,

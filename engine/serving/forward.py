@@ -23,12 +23,18 @@ from loradock.engine.errors import (
 )
 from loradock.engine.kernels.block_attention import BlockAttention, BlockOperands
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_inputs import ImageInputs
 from loradock.engine.models.library.names import PreTrainedConfig
-from loradock.engine.models.vision.image_inputs import ImageInputs
 from loradock.engine.punica.mapping import BASE, LoRAMapping
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.serving.attention import MaskRanges, longest_lookback, packed_attention
-from loradock.engine.serving.blocks import BLOCK_TOKENS, BlockPool, BlockTable, blocks_of
+from loradock.engine.serving.blocks import (
+    BLOCK_TOKENS,
+    BlockPool,
+    BlockTable,
+    blocks_of,
+    root_key,
+)
 from loradock.engine.serving.paged_cache import (
     DeviceBlockTable,
     GatheredStep,
@@ -159,6 +165,12 @@ class ForwardRunner:
             reason = f"the model can't process these images: {str(error)[:300]}"
             return ForwardError(Malformed(reason), has_images)
         raise error
+
+    def prefix_root(self, sequence: Sequence) -> bytes:
+        """Return the key before the first block of a sequence, for those that can share blocks."""
+        version, images = self.slots.version_of(sequence.command), sequence.images
+        length = self.model.row_lengths.key_of(sequence.prompt_length)
+        return root_key(version, images.digest if images else b"", length)
 
     @property
     def scored_tokens_max(self) -> int:

@@ -14,11 +14,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from loradock.engine.models.caches.kv_cache import BatchKVCache
-from loradock.engine.models.caches.row_cache import RowCache
-from loradock.engine.models.probes.batching import MakeCache
-from loradock.engine.models.vision.image_inputs import ImageInputs, position_offsets
+from loradock.engine.models.image_inputs import ImageInputs, position_offsets
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.probing import MakeCache
+from loradock.engine.models.row_cache import RowCache, RowStates
 from loradock.engine.punica.mapping import LoRAMapping
+from loradock.engine.serving.blocks import block_keys
 from loradock.engine.serving.forward import (
     BatchEvents,
     ForwardError,
@@ -28,6 +29,7 @@ from loradock.engine.serving.forward import (
     Waiting,
     decode_mapping,
 )
+from loradock.engine.serving.prefix_states import Beginning, PrefixStates
 from loradock.engine.serving.sampling import PromptChunk
 from loradock.engine.serving.sequence import Sequence
 
@@ -51,23 +53,33 @@ def may_join(lengths: SequenceOf[int], length: int) -> bool:
 class PrefillBatch:
     """Prompts that are prefilled together, in chunks of columns, with a separate KV cache.
 
-    Rows are padded on the left, so a chunk holds the last tokens of short rows and the first ones
+    Rows are padded on the left, so a chunk holds the last tokens of short rows and the first tokens
     of long rows. Rows with images are prefilled in one chunk, because images are read at once.
+    `beginnings`: for rows with states, what each of them begins with; a chunk ends where states of
+    a row are to be stored.
     """
 
     def __init__(
-        self, sequences: SequenceOf[Sequence], new_cache: MakeCache = BatchKVCache
+        self,
+        sequences: SequenceOf[Sequence],
+        new_cache: MakeCache = BatchKVCache,
+        beginnings: SequenceOf[Beginning] = (),
     ) -> None:
         self.sequences = list(sequences)
         self.images: list[ImageInputs | None] = [one.images for one in sequences]
-        self._totals = [len(one.tokens) for one in sequences]
-        self._width = max(self._totals)
-        self._input_ids = torch.tensor(
-            [[0] * (self._width - len(one.tokens)) + one.tokens for one in sequences]
-        )
+        self._beginnings = list(beginnings) or [Beginning()] * len(self.sequences)
+        pairs = zip(sequences, self._beginnings, strict=True)
+        rows = [one.tokens[begun.tokens :] for one, begun in pairs]
+        # The columns of each row: its tokens after those that it begins with.
+        self._counts = [len(row) for row in rows]
+        self._width = max(self._counts)
+        self._input_ids = torch.tensor([[0] * (self._width - len(row)) + row for row in rows])
         self._done = 0
         self.cache = new_cache([0] * len(self.sequences), position_offsets(self.images))
         self.cache.prompt_lengths = [one.prompt_length for one in sequences]
+        for row, begun in enumerate(self._beginnings):
+            if begun.tokens and isinstance(self.cache, RowStates):
+                self.cache.restore(row, begun.states, begun.tokens)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -86,10 +98,31 @@ class PrefillBatch:
         columns = max(1, tokens_max // len(self))
         if any(self.images):
             columns = self._width
-        start, self._done = self._done, min(self._width, self._done + columns)
-        left = self._width - self._done
-        self.cache.lengths = [max(0, total - left) for total in self._totals]
+        start, end = self._done, min(self._width, self._done + columns)
+        ends = [
+            self._width - count + tokens - begun.tokens
+            for count, begun in zip(self._counts, self._beginnings, strict=True)
+            for tokens in begun.stored
+        ]
+        self._done = min([one for one in ends if one > start], default=end)
+        self._done = min(self._done, end)
+        pairs = zip(self._columns, self._beginnings, strict=True)
+        self.cache.lengths = [begun.tokens + columns for columns, begun in pairs]
         return self._input_ids[:, start : self._done]
+
+    @property
+    def _columns(self) -> list[int]:
+        """The columns of each row up to the end of the last chunk."""
+        left = self._width - self._done
+        return [max(0, count - left) for count in self._counts]
+
+    def store(self, prefixes: PrefixStates) -> None:
+        """Store the states of rows that are at an end to be stored after the last chunk."""
+        if isinstance(self.cache, RowStates):
+            for row, begun in enumerate(self._beginnings):
+                key = begun.stored.get(self.cache.done[row])
+                if key is not None:
+                    prefixes.store(key, self.cache, row)
 
     def mapping(self, chunk: Tensor) -> LoRAMapping:
         """Map the tokens of the last chunk to the adapters of their rows, and padding to the base.
@@ -100,7 +133,7 @@ class PrefillBatch:
         columns = chunk.shape[1]
         if columns == 1:
             return LoRAMapping(ids, ids)
-        own = torch.tensor(self.cache.lengths)[:, None]
+        own = torch.tensor(self._columns)[:, None]
         is_own = torch.arange(columns) >= columns - own
         return LoRAMapping((is_own * ids[:, None]).flatten(), ids, is_prefill=True)
 
@@ -129,15 +162,15 @@ class PrefillBatch:
 
     def take(self, row: int) -> "PrefillBatch | None":
         """Remove a row, and return it in a separate batch; None if none of it is in the cache."""
-        total = self._totals[row]
-        done = total - (self._width - self._done)
+        count = self._counts[row]
+        done = count - (self._width - self._done)
         others = [other for other in range(len(self)) if other != row]
         if done <= 0:
             self.keep(others)
             return None
         taken = copy(self)
-        taken._input_ids = self._input_ids[:, self._width - total :]
-        taken._width, taken._done = total, done
+        taken._input_ids = self._input_ids[:, self._width - count :]
+        taken._width, taken._done = count, done
         taken._select([row])
         taken.cache = self.cache.take(row)
         self._select(others)
@@ -146,10 +179,11 @@ class PrefillBatch:
     def _select(self, rows: SequenceOf[int]) -> None:
         self.sequences = [self.sequences[row] for row in rows]
         self.images = [self.images[row] for row in rows]
-        self._totals = [self._totals[row] for row in rows]
+        self._counts = [self._counts[row] for row in rows]
+        self._beginnings = [self._beginnings[row] for row in rows]
         self._input_ids = self._input_ids[list(rows)]
         if rows:
-            self._done = max(self._done, self._width - max(self._totals))
+            self._done = max(self._done, self._width - max(self._counts))
 
 
 PREFILL_TOKENS_MAX: Final = 8192
@@ -159,11 +193,15 @@ PREFILLS_MAX: Final = 4
 """The most groups of prompts that are prefilled in turn: short prompts overtake long ones."""
 
 
+NO_PREFIXES: Final = PrefixStates(0)
+
+
 class PaddedBatch:
     """Prefills one group's chunk, and then decodes one token of every running sequence.
 
     `suspended_max`: the most sequences that can be computed again of which something is kept while
-    they are suspended. `lacks_memory`: False; the cache grows as long as there is memory.
+    they are suspended. `prefixes`: the states that prompts begin with. `lacks_memory`: False; the
+    cache grows as long as there is memory.
     """
 
     lacks_memory = False
@@ -174,6 +212,7 @@ class PaddedBatch:
         budget: StepBudget,
         events: BatchEvents,
         suspended_max: int,
+        prefixes: PrefixStates = NO_PREFIXES,
     ) -> None:
         self.budget: Final = budget
         self._runner = runner
@@ -184,6 +223,7 @@ class PaddedBatch:
         # What was computed of suspended sequences: the caches of those that ran, prompts of others.
         self._suspended: dict[Sequence, RowCache | PrefillBatch] = {}
         self._suspended_max = suspended_max
+        self._prefixes = prefixes
         # The group whose chunk is next comes first.
         self._prefilling: deque[PrefillBatch] = deque()
 
@@ -212,7 +252,8 @@ class PaddedBatch:
         """The bytes of the batch's cache and of those of prefilled groups, without a budget."""
         parts = (self._cache, *self._prefilling, *self._suspended.values())
         caches = (part.cache if isinstance(part, PrefillBatch) else part for part in parts)
-        return KVUse(sum(cache.size_bytes for cache in caches), 0, "padded")
+        size_bytes = sum(cache.size_bytes for cache in caches)
+        return KVUse(size_bytes, 0, "padded", shares_prefixes=self._prefixes.bytes_max > 0)
 
     def admit(self, waiting: Waiting) -> int:
         """Form a group of the next waiting sequences, if the batch has capacity; return its size.
@@ -222,6 +263,7 @@ class PaddedBatch:
         if len(self._prefilling) >= PREFILLS_MAX:
             return 0
         sequences: list[Sequence] = []
+        beginnings: list[Beginning] = []
         lengths: list[int] = []
         size = self.size
         while waiting.queue and size + len(sequences) < waiting.sequences_max:
@@ -231,7 +273,8 @@ class PaddedBatch:
                 if waiting.is_resident(sequence) and self._continue(sequence, kept):
                     size += 1
                 continue
-            length = len(waiting.queue.first().tokens)
+            begun = self._beginning(waiting.queue.first())
+            length = len(waiting.queue.first().tokens) - begun.tokens
             is_full = max([*lengths, length]) * (len(lengths) + 1) > PREFILL_TOKENS_MAX
             if sequences and (waiting.one_by_one or is_full or not may_join(lengths, length)):
                 break
@@ -239,10 +282,35 @@ class PaddedBatch:
             if waiting.is_resident(sequence):
                 sequences.append(sequence)
                 lengths.append(length)
+                beginnings.append(begun)
         if sequences:
             # After the others, which a stream of short prompts would stop otherwise.
-            self._prefilling.append(PrefillBatch(sequences, self._model.new_cache))
+            self._prefilling.append(self._group_of(sequences, beginnings))
         return len(sequences)
+
+    def _beginning(self, sequence: Sequence) -> Beginning:
+        """Return the states that a sequence begins with; none if all its logits are needed."""
+        if not self._prefixes.bytes_max or sequence.needs_prompt_logprobs:
+            return Beginning()
+        root = self._runner.prefix_root(sequence)
+        return self._prefixes.find(list(block_keys(root, sequence.tokens[:-1])))
+
+    def _group_of(self, sequences: list[Sequence], beginnings: list[Beginning]) -> PrefillBatch:
+        """Return a group whose sequences begin with stored states, unless memory lacks for them."""
+        try:
+            group = PrefillBatch(sequences, self._model.new_cache, beginnings)
+        except (RuntimeError, MemoryError) as error:
+            self._drop_prefixes(error)
+            return PrefillBatch(sequences, self._model.new_cache)
+        for sequence, begun in zip(sequences, beginnings, strict=True):
+            sequence.record_reused(begun.tokens)
+            self._prefixes.record(begun.keys)
+        return group
+
+    def _drop_prefixes(self, error: Exception) -> None:
+        """Drop all stored states; raise the error if the engine can't continue."""
+        self._runner.failure_of(error, 1)
+        self._prefixes.clear()
 
     def keep(self, stays: Callable[[Sequence], bool]) -> None:
         """Drop all sequences but those for which `stays` returns True; called once for each."""
@@ -348,6 +416,7 @@ class PaddedBatch:
             self._runner.score(batch.scored(logits))
             logits = logits[:, -1]
         if not batch.is_done:
+            self._store(batch)
             self._prefilling.append(batch)
             return
         tokens = self._runner.sample(batch.sequences, logits)
@@ -355,6 +424,12 @@ class PaddedBatch:
         if rows:
             joining = [batch.sequences[row] for row in rows]
             self._join(joining, batch.cache, rows)
+
+    def _store(self, batch: PrefillBatch) -> None:
+        try:
+            batch.store(self._prefixes)
+        except (RuntimeError, MemoryError) as error:
+            self._drop_prefixes(error)
 
     def _chunk_tokens(self, batch: PrefillBatch) -> int:
         """Return the most tokens of a group's next chunk, padding included."""

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from loradock.engine.models.caches.kv_cache import BatchKVCache
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.engine.serving.blocks import (
     BLOCK_TOKENS,
@@ -28,7 +28,6 @@ from loradock.engine.serving.blocks import (
     NoFreeBlocks,
     Prefix,
     blocks_of,
-    root_key,
 )
 from loradock.engine.serving.decoding import CapturedDecode
 from loradock.engine.serving.forward import (
@@ -245,11 +244,7 @@ class PagedBatch:
             self._run(parts)
 
     def _member_of(self, sequence: Sequence) -> PagedSequence:
-        root, images = None, sequence.images
-        if self._shares_prefixes:
-            version = self._runner.slots.version_of(sequence.command)
-            length = self._runner.model.row_lengths.key_of(sequence.prompt_length)
-            root = root_key(version, images.digest if images else b"", length)
+        root = self._runner.prefix_root(sequence) if self._shares_prefixes else None
         table = BlockTable(self.pool, root, self._packed.lookback)
         return PagedSequence(sequence, table, self._sequence_blocks)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loradock.engine.kernels.block_attention import BlockAttention, BlockOperands
 from loradock.engine.layout import next_power_of_two
-from loradock.engine.models.caches.kv_cache import BatchKVCache
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.library.names import Cache, CacheLayerMixin
 from loradock.engine.serving.blocks import BLOCK_TOKENS, BlockTable, blocks_of
 

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 from msgspec import structs
 
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_inputs import ImageInputs
 from loradock.engine.models.image_processor import ProcessedPrompt
-from loradock.engine.models.vision.image_inputs import ImageInputs
 from loradock.engine.serving.sampling import PromptLogprobs, Sampler
 from loradock.engine.serving.structured import GrammarMatcher
 from loradock.messages.commands import StartGeneration

@@ -20,9 +20,9 @@ from torch import Tensor
 from loradock.engine.config import EngineConfig
 from loradock.engine.errors import MODEL_CODE_ERRORS
 from loradock.engine.kernels.block_attention import BlockAttention
-from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.probes.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.observation import error_max, relative_difference
 from loradock.engine.punica.mapping import BASE, LoRAMapping
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.serving.blocks import (
@@ -43,6 +43,7 @@ from loradock.engine.serving.forward import BatchEvents, ForwardRunner, PackedMo
 from loradock.engine.serving.padded_batch import STEP_TOKENS_MAX, PaddedBatch
 from loradock.engine.serving.paged_batch import PagedBatch, Paging
 from loradock.engine.serving.paged_cache import PackedChunk
+from loradock.engine.serving.prefix_states import PrefixStates
 from loradock.engine.serving.queue import SlotTable
 
 _log = structlog.get_logger()
@@ -51,6 +52,9 @@ _HOST_BYTES_MAX: Final = 4 << 30
 _HOST_SHARE: Final = 0.25
 _DEVICE_SHARE: Final = 0.8
 """Of the host's memory, and of the free memory of any other device, for keys and values."""
+
+_PREFIX_SHARE: Final = 0.25
+"""Of the memory for keys and values, for stored states of models that have some."""
 
 STEP_S_CPU: Final = 0.25
 STEP_S_GPU: Final = 0.05
@@ -150,10 +154,11 @@ def choose_batch(
             raise PackedRefused("paged_attention is off")
         attend, probe = choose_attention(model, punica, mapper, config)
     except PackedRefused as refusal:
-        _log.warning("the key/value cache is padded, prefixes are not reused", reason=str(refusal))
+        _log.warning("the key/value cache is padded", reason=str(refusal))
         model.record_refusal(str(refusal))
         budget = choose_budget(model, mapper, config)
-        return PaddedBatch(runner, budget, events, config.max_num_seqs)
+        prefixes = choose_prefixes(model, mapper, config, budget)
+        return PaddedBatch(runner, budget, events, config.max_num_seqs, prefixes)
     budget = choose_budget(model, mapper, config, is_packed=True)
     sequence_blocks = sequence_blocks_max(model, probe.lookback, budget)
     blocks = choose_blocks(model, config, probe.block_bytes, sequence_blocks)
@@ -231,6 +236,57 @@ def choose_blocks(
     return blocks
 
 
+def choose_prefixes(
+    model: CausalModel, mapper: ProbeMapper, config: EngineConfig, budget: StepBudget
+) -> PrefixStates:
+    """Return where a padded batch stores states of prompts, of equal size on all ranks.
+
+    Nothing is stored, with the reason in the log, if a row that continues from stored states has
+    other logits than a row that computes all its tokens.
+    """
+    if not config.prefix_caching:
+        return PrefixStates(0)
+    reason = "its rows are not run with states" if model.batching in ("padded", "whole") else ""
+    if not reason and not budget.chunks:
+        reason = "its prompts can't be divided"
+    if not reason and not _states_are_restored(model, mapper):
+        reason = "a row that continues from stored states differs"
+    if reason:
+        _log.warning("prefixes are not reused", reason=reason)
+        model.record_refusal(f"prefixes are not reused: {reason}")
+        return PrefixStates(0)
+    share = int(_PREFIX_SHARE * (config.kv_cache_bytes or _default_bytes(model.device)))
+    [chosen] = model.group.broadcast_numbers([share])
+    return PrefixStates(chosen)
+
+
+def _states_are_restored(model: CausalModel, mapper: ProbeMapper) -> bool:
+    """Return whether two rows that continue from one row's states are as computed whole, on all
+    ranks.
+    """
+    count = 9
+    texts = [
+        [(7 * at + 3 * (0 if at < count else row)) % model.vocab_size for at in range(2 * count)]
+        for row in (1, 2, 3)
+    ]
+    first = model.new_cache([0])
+    try:
+        expected = torch.cat(
+            [_own_logits(model, mapper.map, model.new_cache([0]), one, [len(one)]) for one in texts]
+        )
+        _own_logits(model, mapper.map, first, texts[0], [count])
+        states = first.copy_states(0)
+        caches = [first, model.new_cache([0]), model.new_cache([0])]
+        for cache in caches[1:]:
+            cache.restore(0, states, count)
+        # The row that the states were copied from continues too, and must not change them.
+        pairs = zip(caches, texts, strict=True)
+        found = torch.cat([_own_logits(model, mapper.map, *pair, [2 * count]) for pair in pairs])
+    except MODEL_CODE_ERRORS:
+        return False
+    return model.group.all_true(relative_difference(found, expected) <= error_max(expected.dtype))
+
+
 def _default_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -269,7 +325,7 @@ def _chunks_are_equal(model: CausalModel, mapper: ProbeMapper) -> bool:
         chunked = _prefill(model, mapper, _LENGTHS, model.new_cache(none), _COLUMNS)
     except MODEL_CODE_ERRORS:
         return False
-    return model.group.all_true(_relative_error(chunked, whole) <= _error_max(whole))
+    return model.group.all_true(relative_difference(chunked, whole) <= error_max(whole.dtype))
 
 
 def _seconds_per_token(model: CausalModel, mapper: ProbeMapper) -> float:
@@ -391,7 +447,7 @@ def probe_captured(packed: PackedModel, captured: CapturedDecode, mapper: ProbeM
             raise CaptureRefused(f"{type(error).__name__}: {error}") from error
         if captured.runner.failure:
             raise CaptureRefused(captured.runner.failure)
-        distance, allowed = _relative_error(found, expected), _error_max(expected)
+        distance, allowed = relative_difference(found, expected), error_max(expected.dtype)
         if not distance <= allowed:
             raise CaptureRefused(
                 f"a captured step of {len(chunks)} rows differs from a pass that is not "
@@ -429,8 +485,8 @@ def probe_packed(
     except MODEL_CODE_ERRORS as error:
         raise PackedRefused(f"{type(error).__name__}: {error}") from error
     for row, (ends, logits) in enumerate(found):
-        expected = _own_logits(model, tokens[row], ends, map_tokens)
-        distance, allowed = _relative_error(logits, expected), _error_max(expected)
+        expected = _own_logits(model, map_tokens, BatchKVCache([0]), tokens[row], ends)
+        distance, allowed = relative_difference(logits, expected), error_max(expected.dtype)
         if not model.group.all_true(distance <= allowed):
             raise PackedRefused(
                 f"a packed pass differs from the model's own (relative norm {distance:.1e} here, "
@@ -464,13 +520,19 @@ def _packed_logits(
 
 
 def _own_logits(
-    model: CausalModel, tokens: SequenceOf[int], ends: SequenceOf[int], map_tokens: MapTokens
+    model: CausalModel,
+    map_tokens: MapTokens,
+    cache: Any,
+    tokens: SequenceOf[int],
+    ends: SequenceOf[int],
 ) -> Tensor:
-    """Return one prompt's logits after each of these numbers of tokens, [ends, vocabulary]."""
-    cache = BatchKVCache([0])
+    """Return a row's logits after each of these numbers of tokens, [ends, vocabulary].
+
+    cache: of one row, which has the tokens that `cache.lengths` counts.
+    """
     logits = []
-    for begin, end in zip([0, *ends], ends, strict=False):
-        cache.lengths = [end]
+    for end in ends:
+        [begin], cache.lengths = cache.lengths, [end]
         map_tokens(end - begin, 1)
         logits.append(model.forward(torch.tensor([tokens[begin:end]]), cache)[0])
     return torch.stack(logits)
@@ -491,12 +553,3 @@ def _prefill(
         mapper.map(chunk.numel(), len(chunk))
         logits = model.forward(chunk, cache)
     return logits
-
-
-def _relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference divided by the norm of `expected`, in float64."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-def _error_max(expected: Tensor) -> float:
-    return ERRORS_MAX.get(expected.dtype, ERROR_MAX_HALF)

@@ -3,8 +3,9 @@
 It has one queue of commands in and one of reports out, and no socket. Every operation ends in
 exactly one report, and a failed operation has changed nothing.
 
-All methods are called by one thread. Other threads read and pack files, but their results are
-applied only by `poll`; so nothing changes during a forward pass.
+All methods are called by one thread at a time. Only `submit_beside` and `poll_beside` are called
+during a step: they execute and apply what no step notices. Everything else, so every change of a
+slot or a sequence, happens between two forward passes.
 """
 
 import os
@@ -105,8 +106,10 @@ class Engine:
         self._adapter_target = model.adapter_target(self._lora_config)
         group = self._group = model.group
         self._outbox: list[reports.Report] = []
-        report = self._outbox.append
+        # Those of residency's operations are apart, because some are made during a step.
+        self._residency_outbox: list[reports.OperationReport] = []
         jobs: Jobs[OperationJob] = _jobs_of(group, config.file_threads, wake)
+        report = self._residency_outbox.append
         self.residency: Final = Residency(
             arena, model.shapes, self._read, jobs, report, config.pins
         )
@@ -115,7 +118,8 @@ class Engine:
         image_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
         residency = self.residency
         slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
-        self._inference = choose_scheduler(model, punica, slots, config, report, image_jobs)
+        emit = self._outbox.append
+        self._inference = choose_scheduler(model, punica, slots, config, emit, image_jobs)
         self._batching: Batching = model.batching if isinstance(model, CausalModel) else ""
         self._batching_refusal = next(iter(model.refusals), "")[:REASON_CHARACTERS_MAX]
         self._preemption = SlotPreemption(self._inference, residency)
@@ -144,10 +148,25 @@ class Engine:
 
     def submit(self, command: EngineCommand) -> None:
         """Execute a command, or start it; an operation that was seen before is ignored."""
+        self.residency.publish()
         if isinstance(command, commands.ResendTokens):
             self._inference.resend(command.request_id)
         elif self._seen_operations.add(command.op):
             self._execute(command)
+            self._outbox += self._residency_reports()
+
+    def submit_beside(self, command: EngineCommand) -> bool:
+        """Execute a command during a step; False for a command that has to wait for its end."""
+        if not self.residency.can_begin_beside_step(command):
+            return False
+        if self._seen_operations.add(command.op):
+            self.residency.execute(command)
+        return True
+
+    def poll_beside(self) -> list[reports.OperationReport]:
+        """Return the reports of residency's operations that have ended during a step, in order."""
+        self.residency.collect_beside_step()
+        return self._residency_reports()
 
     def step(self) -> None:
         """Run one forward pass, if a request waits for one."""
@@ -166,7 +185,7 @@ class Engine:
             self.residency.checked.expire(time.monotonic() if now_s is None else now_s)
         self._inference.collect()
         self._preemption.after_step()
-        collected = self._outbox.copy()
+        collected = [*self._outbox, *self._residency_reports()]
         self._outbox.clear()
         for report in collected:
             self._meter.on_report(report)
@@ -213,7 +232,7 @@ class Engine:
             engine_id=self.engine_id,
             pid=os.getpid(),
             model=self._config.model_directory.resolve().name,
-            slots_max=len(self.residency.residents),
+            max_loras=len(self.residency.residents),
             device_bytes_max=self._config.device_bytes_max,
             last_op=self.last_op,
             running=tuple(sorted(self._running())),
@@ -222,6 +241,12 @@ class Engine:
             dtype=self._dtype,
             suspended=tuple(self._inference.suspended),
         )
+
+    def _residency_reports(self) -> list[reports.OperationReport]:
+        """Return the reports of residency's operations since the last call."""
+        collected = self._residency_outbox.copy()
+        self._residency_outbox.clear()
+        return collected
 
     def _running(self) -> Iterator[OpId]:
         yield from self.residency.running

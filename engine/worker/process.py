@@ -212,7 +212,7 @@ def _serve(
 ) -> None:
     """Serve the controller until a signal or the end of a parent."""
     with zmq.Context() as context:
-        socket = _connect(context, options.start.connect, setup.key, setup.server_key)
+        socket = connect(context, options.start.connect, setup.key, setup.server_key)
         progress, step_bound_s = Progress(options.progress), options.step_timeout_ms / 1000
         worker = Worker(engine, socket, wakeup, setup.parents, progress, step_bound_s, setup.spans)
         _handle_signals(worker, wakeup, bool(setup.parents))
@@ -234,7 +234,7 @@ def _open_parents(supervisor_pid: int | None) -> list[int]:
     return [os.pidfd_open(pid) for pid in pids]
 
 
-def _connect(
+def connect(
     context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, key: KeyPair, server_key: str
 ) -> "zmq.Socket[bytes]":
     """Return the socket to the controller, which may start later and restart.

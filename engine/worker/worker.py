@@ -2,24 +2,32 @@
 
 No frame ends the process; SIGTERM and the end of a parent process do. An error in the engine ends
 it with a traceback.
+
+The main thread has the socket, the link and the engine, except during a step. Then a second thread
+has them: it receives, executes what no step notices (reading, packing and copying an adapter), and
+reports, so an adapter passes its stages without waiting for the ends of steps. Other commands wait
+for the end of this step.
 """
 
 import os
+import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
 import zmq
 
+from loradock.engine.jobs import compute_alone
 from loradock.engine.worker.controller_link import ControllerLink
-from loradock.engine.worker.engine import Engine
+from loradock.engine.worker.engine import Engine, EngineCommand
 from loradock.engine.worker.leader import Leader
 from loradock.messages.commands import ControllerBeat, RequestInventory
 from loradock.messages.ids import OpId
-from loradock.messages.reports import EngineBeat, PrivateReport, SlotReset, SlotWritten
+from loradock.messages.reports import EngineBeat, PrivateReport, Report, SlotReset, SlotWritten
 from loradock.messages.wire import COMMANDS, WireError
 from loradock.processes.progress import Progress
 
@@ -39,7 +47,7 @@ WAIT_BOUND_S: Final = 30.0
 """The bound of a wait, which ends with the next beat at the latest; the rest is for starvation."""
 
 COPY_POLL_MS: Final = 1
-"""The interval at which an unfinished copy is polled while the engine is idle."""
+"""The interval at which an unfinished copy is polled."""
 
 ANSWER_WAIT_MS: Final = 2
 """Longest wait of a step for the command that follows from a slot's report: without it, the slot
@@ -109,6 +117,12 @@ class Worker:
         for parent in parents:
             self._poller.register(parent, zmq.POLLIN)
         self._stopping = False
+        # Who has it has the socket, the link and the engine; see the module's docstring.
+        self._turn = Lock()
+        # Commands that were received during a step and wait for its end, and all bytes received.
+        self._deferred: list[EngineCommand] = []
+        self._beside_bytes = 0
+        self._error_beside: BaseException | None = None
         # Whether a slot was written or reset in this iteration.
         self._slot_changed = False
         self._beat_due_s = self._last_frame_s = self._last_beat_s = time.monotonic()
@@ -122,17 +136,86 @@ class Worker:
 
     def run(self) -> None:
         """Serve until `stop`; every iteration is bounded, so that beats are sent in time."""
+        beside = Thread(
+            target=self._run_beside, args=(self._socket.FD,), name="beside-steps", daemon=True
+        )
+        try:
+            with self._turn:
+                beside.start()
+                self._iterate()
+        finally:
+            self.stop()
+            self._wakeup.wake()
+            beside.join()
+
+    def _iterate(self) -> None:
         while not self._stopping:
             self._progress.enter("wait", WAIT_BOUND_S)
             self._wait()
             self._progress.enter("receive", self._step_bound_s)
-            self._receive()
+            self._receive(self._engine.submit)
             self._progress.enter("step", self._step_bound_s)
-            self._engine.step()
+            self._step()
             self._progress.enter("report", self._step_bound_s)
             self._report()
             self._send_beat_or_resync()
         self._progress.enter("stop", self._step_bound_s)
+
+    def _step(self) -> None:
+        """Run a step, during which the other thread has its turn; execute what came meanwhile."""
+        if self._engine.is_idle:
+            self._engine.step()
+            return
+        if self._engine.is_copying:
+            # So that the other thread begins to poll for its end.
+            self._wakeup.wake()
+        self._beside_bytes = 0
+        self._turn.release()
+        try:
+            self._engine.step()
+        finally:
+            self._turn.acquire()
+        if self._error_beside is not None:
+            raise self._error_beside
+        deferred, self._deferred = self._deferred, []
+        for command in deferred:
+            self._engine.submit(command)
+
+    def _run_beside(self, socket_fd: int) -> None:
+        """Serve the link during steps; an error ends the main loop after its step.
+
+        `socket_fd` becomes readable once for all that has arrived until it is received.
+        """
+        compute_alone()
+        poller = select.poll()
+        for descriptor in (socket_fd, self._wakeup.read_fd):
+            poller.register(descriptor, select.POLLIN)
+        try:
+            while not self._stopping:
+                poller.poll(COPY_POLL_MS if self._engine.is_copying else None)
+                with self._turn:
+                    if not self._stopping:
+                        self._wakeup.clear()
+                        self._serve_beside()
+        except BaseException as error:
+            self._error_beside = error
+
+    def _serve_beside(self) -> None:
+        """Execute and report what can be done beside a step, until nothing follows from it.
+
+        What waits for the step's end is bounded as what an iteration receives.
+        """
+        while self._beside_bytes < BYTES_MAX and len(self._deferred) < FRAMES_MAX:
+            self._beside_bytes += self._receive(self._submit_beside)
+            reports = self._engine.poll_beside()
+            if not reports:
+                return
+            # What arrives while these are sent makes the descriptor readable no more.
+            self._send_reports(reports)
+
+    def _submit_beside(self, command: EngineCommand) -> None:
+        if not self._engine.submit_beside(command):
+            self._deferred.append(command)
 
     def _wait(self) -> None:
         """Wait for a frame, a wake-up, a parent's end or the next beat, unless there is work."""
@@ -152,19 +235,21 @@ class Worker:
             return COPY_POLL_MS
         return max(0, ceil(1000 * (self._beat_due_s - time.monotonic())))
 
-    def _receive(self) -> None:
+    def _receive(self, submit: Callable[[EngineCommand], None]) -> int:
+        """Receive what has arrived, up to a bound; return its bytes."""
         size = 0
         for _ in range(FRAMES_MAX):
             if size >= BYTES_MAX:
-                return
+                break
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             size += sum(map(len, parts))
-            self._on_frame(parts)
+            self._on_frame(parts, submit)
+        return size
 
-    def _on_frame(self, parts: Sequence[bytes]) -> None:
+    def _on_frame(self, parts: Sequence[bytes], submit: Callable[[EngineCommand], None]) -> None:
         try:
             if len(parts) != 1:
                 raise WireError(f"the message has {len(parts)} parts; one is allowed")
@@ -178,7 +263,7 @@ class Worker:
             if not isinstance(command, ControllerBeat | RequestInventory):
                 if self._spans is not None:
                     self._spans.on_command(command)
-                self._engine.submit(command)
+                submit(command)
 
     def _count_malformed(self, error: WireError) -> None:
         """Log the first, second, fourth, eighth..., so that a flood does not fill a disk."""
@@ -187,10 +272,15 @@ class Worker:
             _log.warning("malformed command", error=str(error), count=self._malformed_count)
 
     def _report(self) -> None:
-        """Send the new reports; those that can't be sent are part of the next synchronisation."""
-        self._slot_changed = False
-        for report in self._engine.poll():
-            self._slot_changed |= isinstance(report, SlotReset | SlotWritten)
+        reports = self._engine.poll()
+        self._slot_changed = any(isinstance(one, SlotReset | SlotWritten) for one in reports)
+        self._send_reports(reports)
+        if self._link.needs_sync:
+            self._synchronise()
+
+    def _send_reports(self, reports: Sequence[Report]) -> None:
+        """Send new reports; those that can't be sent are part of the next synchronisation."""
+        for report in reports:
             if self._spans is not None:
                 self._spans.on_report(report)
             frame = self._link.encode(report)
@@ -198,8 +288,6 @@ class Worker:
             # A report that follows a lost one is sent after it, by the next synchronisation.
             if (is_private or not self._link.needs_sync) and not self._send(frame):
                 self._link.needs_sync = True
-        if self._link.needs_sync:
-            self._synchronise()
 
     def _synchronise(self) -> None:
         # An inventory may be long, so it is made only if a controller is connected.

@@ -36,7 +36,7 @@ LIMITS: Final = {option.flag.removeprefix("--"): option for option in options_of
 
 def complete_setting() -> list[str]:
     """Return the names of the settings that can be changed, with the sign that follows."""
-    names = [name for name, option in LIMITS.items() if option.encoded not in FIXED]
+    names = [name for name, option in LIMITS.items() if option.field not in FIXED]
     return [f"{name}=" for name in sorted((*names, POLICY))]
 
 
@@ -155,7 +155,7 @@ def parse_changes(changes: Sequence[str]) -> tuple[dict[str, int], str]:
                 f"did you mean {close[0]}?" if close else f"known are {', '.join(LIMITS)}, policy"
             )
             raise CommandError(ExitCode.USAGE, f"{name!r} is not a setting", hint)
-        if option.encoded in FIXED:
+        if option.field in FIXED:
             raise CommandError(
                 ExitCode.REFUSED,
                 f"{name} is fixed while an engine runs",

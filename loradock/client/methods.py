@@ -224,24 +224,30 @@ class Methods:
         trace: str = "",
         truncation: Truncation | None = None,
         dimensions: int = 0,
+        client: str = "",
     ) -> Embedding:
         """Compute a vector per text (or list of token ids), with an adapter or the base model.
 
         With `attempts` over 1, a retryable failure starts the request again under a new id. `trace`
         is the W3C `traceparent` of the span that causes the request. A text that is too long is
         refused without a `truncation`. `dimensions`: the length of the vectors, if the model has
-        several.
+        several. `client`: as in `generate`.
         """
-        inputs = inputs_of(texts)
         request = Embed(
-            NO_ID, adapter, inputs, trace=trace, truncation=truncation, dimensions=dimensions
+            NO_ID,
+            adapter,
+            inputs_of(texts),
+            trace=trace,
+            truncation=truncation,
+            dimensions=dimensions,
+            client=client,
         )
         call = await self._settled(
             lambda session, now: session.begin(request, now, timeout_s, attempts)
         )
         return call.embedding(answer_of(call, PoolingDone))
 
-    async def classify(
+    async def classify(  # noqa: PLR0913 - named options
         self,
         texts: str | Iterable[TextPrompt],
         adapter: str | None = None,
@@ -250,14 +256,17 @@ class Methods:
         attempts: int = 1,
         trace: str = "",
         truncation: Truncation | None = None,
+        client: str = "",
     ) -> Classification:
         """Compute a score per text and label of the model, with an adapter or the base model.
 
         With `attempts` over 1, a retryable failure starts the request again under a new id. `trace`
         is the W3C `traceparent` of the span that causes the request. A text that is too long is
-        refused without a `truncation`.
+        refused without a `truncation`. `client`: as in `generate`.
         """
-        request = Classify(NO_ID, adapter, inputs_of(texts), trace=trace, truncation=truncation)
+        request = Classify(
+            NO_ID, adapter, inputs_of(texts), trace=trace, truncation=truncation, client=client
+        )
         call = await self._settled(
             lambda session, now: session.begin(request, now, timeout_s, attempts)
         )
@@ -273,6 +282,7 @@ class Methods:
         attempts: int = 1,
         trace: str = "",
         priority: int = 0,
+        client: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> "AsyncGeneration":
         """Continue a prompt (text or token ids) with an adapter, or with the base model for None.
@@ -285,7 +295,9 @@ class Methods:
         whose adapters are in slots, those with the smallest `priority` start first. With `attempts`
         over 1, a retryable failure starts a new generation under a new id while no token has been
         delivered; `text()` delivers all tokens at the end. `trace` is the W3C `traceparent` of the
-        span that causes the request.
+        span that causes the request. `client` names whom the request is for, by at most 64
+        characters, if this process makes requests for several clients: an adapter's
+        turns are shared equally among them.
         """
 
         async def begin() -> GenerationCall:
@@ -295,7 +307,13 @@ class Methods:
                 if images != ():
                     whole = await port.in_background(lambda: with_images(prompt, images))
                 request = Generate(
-                    NO_ID, adapter, whole, Sampling(**sampling), priority=priority, trace=trace
+                    NO_ID,
+                    adapter,
+                    whole,
+                    Sampling(**sampling),
+                    priority=priority,
+                    trace=trace,
+                    client=client,
                 )
                 call = port.session.begin(request, time.monotonic(), timeout_s, attempts)
                 port.flush()

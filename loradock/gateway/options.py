@@ -4,6 +4,7 @@
 receives `GatewayConfig` as JSON.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
 from msgspec import Struct
@@ -15,6 +16,7 @@ PORT_DEFAULT: Final = 8000
 HOST_DEFAULT: Final = "127.0.0.1"
 
 UPDATING_VARIABLE: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+_TRUE: Final = ("1", "true", "yes", "on")
 """The environment variable that allows adapters to be changed over HTTP, as in vLLM."""
 
 AUTO_PARSER: Final = "auto"
@@ -277,3 +279,9 @@ def parse_address(text: str) -> tuple[str, int]:
     if not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"{text!r} is not an address; HOST:PORT is needed, like 127.0.0.1:8000")
     return host.removeprefix("[").removesuffix("]") or HOST_DEFAULT, int(port)
+
+
+def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bool:
+    """Return whether clients can change adapters."""
+    variable = environment.get(UPDATING_VARIABLE, "").strip().lower()
+    return config.allow_runtime_lora_updating or variable in _TRUE

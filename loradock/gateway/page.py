@@ -1,9 +1,10 @@
-"""The page at `/`, one file without references to other hosts, and the events that it follows.
+"""The page at `/`, one document without references to other hosts, and the events that it follows.
 
 A reader of `/events` first receives a `snapshot`, then every event once and in order, and between
-them `status` and the `adapters` that changed, with the fields that events lack. A reader that
-continues from a number (`Last-Event-ID`) receives the events after it, or a snapshot if they are
-not kept any more. `/events/history` has past events of the log, in pages.
+them `status` and the `adapters` that changed, with the fields that events lack, and `rates`: the
+samples of the last minutes, then each new sample. A reader that continues from a number
+(`Last-Event-ID`) receives the events after it, or a snapshot if they are not kept any more.
+`/events/history` has past events of the log, in pages.
 """
 
 import asyncio
@@ -25,10 +26,16 @@ from loradock.gateway.adapters.models import AdapterCard, adapter_card
 from loradock.gateway.http.endpoint import get
 from loradock.gateway.http.errors import HttpError
 from loradock.gateway.http.streams import ServerSentEvents, named_event
+from loradock.gateway.rates import Rates
 from loradock.messages.events import Published
 from loradock.messages.requests import StatusShown
 
-PAGE: Final = Path(__file__).with_name("page.html")
+_WEB: Final = Path(__file__).with_name("web")
+_STYLES: Final = ("vendor/uplot.css", "style.css")
+_SCRIPTS: Final = (
+    *("vendor/uplot.js", "tools.js", "world.js", "lanes.js", "rates.js", "panels.js", "main.js"),
+)
+"""The files of the page, in the order in which the browser reads them."""
 
 KEEP_ALIVE_S: Final = 10.0
 """A comment is sent after this time without an event, so that a lost connection is noticed."""
@@ -47,7 +54,7 @@ class Page:
     """The endpoint; the browser runs only the script of the file itself."""
 
     def __init__(self) -> None:
-        self._text = PAGE.read_text()
+        self._text = page_text()
         self._headers = {
             "Content-Security-Policy": content_security_policy(self._text),
             "X-Content-Type-Options": "nosniff",
@@ -59,6 +66,15 @@ class Page:
     async def page(self) -> Response:
         """The page."""
         return HTMLResponse(self._text, headers=self._headers)
+
+
+def page_text() -> str:
+    """Return the page with its styles and scripts, so that a browser makes one request."""
+    text = (_WEB / "index.html").read_text()
+    for mark, tag, names in (("style", "style", _STYLES), ("script", "script", _SCRIPTS)):
+        joined = "".join((_WEB / name).read_text() for name in names)
+        text = text.replace(f"<!-- {mark} -->", f"<{tag}>\n{joined}</{tag}>")
+    return text
 
 
 def content_security_policy(page: str) -> str:
@@ -100,10 +116,11 @@ class StatusCard(Struct, frozen=True):
 
 
 class TableSnapshot(Struct, frozen=True):
-    """The state of all adapters after event `seq`."""
+    """The state of all adapters after event `seq`; `may_change`: clients can change adapters."""
 
     seq: int
     synced: bool
+    may_change: bool
     status: StatusCard | None
     adapters: list[AdapterCard]
 
@@ -119,8 +136,10 @@ class LiveEvent(Struct, frozen=True):
 class Live:
     """The endpoint; any number of readers share the table of one follower."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: Follower, rates: Rates, *, may_change: bool) -> None:
         self._follower = follower
+        self._rates = rates
+        self._may_change = may_change
         self._readers = 0
         self._is_closed = False
 
@@ -143,7 +162,7 @@ class Live:
         self._readers -= 1
 
     async def _stream(self, since: int | None) -> AsyncGenerator[bytes, None]:
-        table, seq, updates = self._follower.table, since, 0
+        table, seq, updates, sampled = self._follower.table, since, 0, 0
         while not self._is_closed:
             if table.seq is None:
                 # Nothing is known before the first list.
@@ -152,8 +171,12 @@ class Live:
                 continue
             missed = None if seq is None else table.events_after(seq)
             if missed is None:
-                yield named_event("snapshot", table.seq, snapshot_of(table))
-                seq, updates = table.seq, table.update_count
+                snapshot = snapshot_of(table, may_change=self._may_change)
+                yield named_event("snapshot", table.seq, snapshot)
+                seq, updates, sampled = table.seq, table.update_count, 0
+            if samples := self._rates.after(sampled):
+                yield named_event("rates", seq or 0, samples)
+                sampled = self._rates.count
             for published in missed or ():
                 yield named_event("event", published.seq, live_event(published))
                 seq = published.seq
@@ -176,10 +199,11 @@ class Live:
         return True
 
 
-def snapshot_of(table: AdapterTable) -> TableSnapshot:
+def snapshot_of(table: AdapterTable, *, may_change: bool) -> TableSnapshot:
     """Return the table as readers see it."""
     cards = [adapter_card(view) for _, view in sorted(table.views.items())]
-    return TableSnapshot(table.seq or 0, table.synced, status_card(table.status), cards)
+    status = status_card(table.status)
+    return TableSnapshot(table.seq or 0, table.synced, may_change, status, cards)
 
 
 def live_event(published: Published) -> LiveEvent:

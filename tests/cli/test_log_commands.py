@@ -15,7 +15,7 @@ from loradock.messages.records import FORMAT, ControllerStarted, Header, Record
 from loradock.messages.requests import LoadAdapter
 from tests.support.simulation.log_examples import flip
 
-LIMITS = Limits(slots_max=2, host_adapters_max=4)
+LIMITS = Limits(max_loras=2, max_cpu_loras=4)
 
 
 def run(*arguments, directory):

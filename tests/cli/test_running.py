@@ -151,12 +151,12 @@ def test_settings_change_while_the_server_runs_and_outlive_it(tmp_path: Path) ->
         assert result.divergence is None
         assert result.controller is not None
         assert result.controller.policy_name == "none"
-        assert result.controller.limits.rest_ms == 3000
+        assert result.controller.limits.retry_backoff_ms == 3000
         process.start()
         eventually(lambda: run("config", "show", directory=directory).exit_code == 0)
         (shown,) = run_json("config", "show", directory=directory)
         assert (shown["policy"], shown["limits"]["rest_ms"]) == ("none", 3000)
-    with controller(directory, limits=Limits(slots_max=LIMITS.slots_max, rest_ms=7)):
+    with controller(directory, limits=Limits(max_loras=LIMITS.max_loras, retry_backoff_ms=7)):
         eventually(lambda: run("config", "show", directory=directory).exit_code == 0)
         (shown,) = run_json("config", "show", directory=directory)
         assert (shown["policy"], shown["limits"]["rest_ms"]) == ("lru", 7)

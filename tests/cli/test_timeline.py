@@ -21,7 +21,7 @@ from loradock.messages.reports import (
 from loradock.messages.requests import HoldAdapter, ReleaseAdapter
 from tests.support.simulation.command_runs import run
 
-LIMITS = Limits(slots_max=2, host_adapters_max=4)
+LIMITS = Limits(max_loras=2, max_cpu_loras=4)
 HISTORY = (
     ControllerStarted(1),
     EngineInventory("engine", 1, "model", 2, 1 << 40),

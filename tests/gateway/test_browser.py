@@ -1,7 +1,10 @@
 """The page in a browser: adapters move, a lost connection heals, keys, the past, accessibility."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -16,8 +19,8 @@ from tests.support.waiting import wait_until
 CONNECTED = "document.getElementById('connection').textContent === 'connected'"
 
 
-def chip_in(state: str, name: Any) -> str:
-    return f"document.querySelector(`ul[aria-label='Adapters in {state}'] [data-id='{name}']`)"
+def tile_in(state: str, name: Any) -> str:
+    return f"document.querySelector(`#tiles [data-id='{name}'][data-state='{state}']`)"
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +54,13 @@ def change(site: Any, name: Any, state: str, *happened: Any) -> None:
 
 
 def test_an_adapter_moves_between_the_states(site: Any) -> None:
-    site.wait_for(chip_in("evicted", "reverse"))
+    site.wait_for(tile_in("evicted", "reverse"))
     change(site, "reverse", "cpu-cached", ev.AdapterCached("reverse"))
-    site.wait_for(chip_in("cpu-cached", "reverse"))
-    change(site, "reverse", "gpu-slot", ev.AdapterActivated("reverse", 5, 1))
-    site.wait_for(chip_in("gpu-slot", "reverse"))
-    assert site.chips("evicted") == []
-    assert "4.0 KiB" in site.page.locator("#slots").inner_text()
+    site.wait_for(tile_in("cpu-cached", "reverse"))
+    change(site, "reverse", "gpu-slot", ev.AdapterActivated("reverse", 2, 1))
+    site.wait_for(tile_in("gpu-slot", "reverse"))
+    site.wait_for("document.querySelector('#tiles [data-id=reverse]').innerText.includes('slot 2')")
+    site.wait_for("!!document.querySelector('#lanes [data-adapter=reverse]')")
     log = site.page.locator("#log")
     assert "AdapterActivated" in log.inner_text()
     site.page.fill("#search", "cached")
@@ -69,12 +72,12 @@ def test_a_new_adapter_with_a_hostile_name_stays_a_text(site: Any) -> None:
     name = "x.-_x"
     change(site, name, "cpu-cached", ev.AdapterAccepted(name, "<img src=x>", 8, 2048))
     publish(site, ev.AdapterCached(name))
-    site.wait_for(chip_in("cpu-cached", name))
+    site.wait_for(tile_in("cpu-cached", name))
     site.wait_for("document.getElementById('log').textContent.includes('<img src=x>')")
     assert site.page.locator("#log img").count() == 0
     del site.gateway.controller.adapters[name]
     publish(site, ev.AdapterRemoved(name))
-    site.wait_for(f"!{chip_in('cpu-cached', name)}")
+    site.wait_for(f"!{tile_in('cpu-cached', name)}")
 
 
 def test_a_lost_connection_heals_without_a_gap(site: Any) -> None:
@@ -88,7 +91,7 @@ def test_a_lost_connection_heals_without_a_gap(site: Any) -> None:
 
 def test_details_and_changes_by_keyboard(site: Any) -> None:
     page = site.page
-    site.wait_for(chip_in("gpu-slot", "upper"))
+    site.wait_for(tile_in("gpu-slot", "upper"))
     page.locator("[data-id=upper]").focus()
     page.keyboard.press("Enter")
     page.wait_for_selector("dialog[open]")
@@ -107,16 +110,94 @@ def test_details_and_changes_by_keyboard(site: Any) -> None:
 def test_the_past_is_a_fold_of_the_events(site: Any) -> None:
     page = site.page
     page.click("#pause")
-    page.click("#past")
     site.wait_for("document.getElementById('moment').textContent.startsWith('after event')")
     first = site.gateway.controller.published[0]
     assert first.event == ev.AdapterCached("reverse")
     page.locator("#scrub").fill("1")
-    site.wait_for(chip_in("cpu-cached", "reverse"))
+    site.wait_for(tile_in("cpu-cached", "reverse"))
     page.locator("#scrub").fill("2")
-    site.wait_for(chip_in("gpu-slot", "reverse"))
+    site.wait_for(tile_in("gpu-slot", "reverse"))
+    assert page.locator("#past-banner").inner_text().startswith("The past: the state after event 2")
+    assert page.url.endswith("#event=2")
+    # What came later is not shown, and nothing can be changed.
+    assert page.locator("#log li").count() == 2
+    assert page.locator("#load").is_hidden()
     page.click("#pause")
-    site.wait_for("document.getElementById('moment').textContent === 'live'")
+    site.wait_for("document.getElementById('past-banner').hidden")
+
+
+def test_an_address_names_a_moment_and_an_adapter(running: Any, site: Any) -> None:
+    with visit(running, f"{site.gateway.url}#event=2&adapter=reverse") as visited:
+        visited.wait_for("document.getElementById('past-banner').textContent.includes('event 2')")
+        visited.page.wait_for_selector("dialog[open]")
+        visited.wait_for("document.getElementById('fields').innerText.includes('gpu-slot')")
+        assert visited.page.locator("#moves").is_hidden()
+
+
+def test_a_click_lights_up_an_adapter_in_the_lanes(site: Any) -> None:
+    bar = site.page.locator("#lanes rect[data-adapter=reverse]").last
+    bar.click()
+    site.wait_for("document.getElementById('lanes').classList.contains('has-lit')")
+    assert "reverse in slot 2" in site.page.locator("#facts").inner_text()
+    bar.click()
+    site.wait_for("!document.getElementById('lanes').classList.contains('has-lit')")
+
+
+@pytest.mark.parametrize(("width", "motion"), [(1280, "no-preference"), (390, "reduce")])
+def test_tiles_open_under_load(running: Any, tmp_path: Path, width: int, motion: Any) -> None:
+    """While all adapters change places without a pause, each press on a tile opens its card."""
+    names = [f"adapter-{number}" for number in range(8)]
+    with (
+        StandIn(tmp_path) as controller,
+        serve_gateway(controller) as gateway,
+        visit(
+            running, gateway.url, viewport={"width": width, "height": 900}, reduced_motion=motion
+        ) as visited,
+    ):
+        for name in names:
+            controller.adapters[name] = view(name, "pinned")
+        visited.wait_for(CONNECTED)
+        with _turns(controller, names):
+            visited.wait_for(f"document.querySelectorAll('#tiles button').length >= {len(names)}")
+            assert [_opened(visited.page, name) for name in names] == names
+
+
+def _opened(page: Any, name: str) -> str:
+    """Press on a tile for longer than a redraw takes, and return the name on the card."""
+    tile = page.locator(f"[data-id={name}]")
+    tile.scroll_into_view_if_needed()
+    box = tile.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.wait_for_timeout(300)
+    page.mouse.up()
+    shown = page.evaluate("document.querySelector('dialog').open ? shown : ''")
+    page.evaluate("document.querySelector('dialog').close()")
+    return str(shown)
+
+
+@contextmanager
+def _turns(controller: StandIn, names: list[str]) -> Iterator[None]:
+    """Move the adapters between three slots, until the context ends."""
+    ended = Event()
+
+    def turn() -> None:
+        for number in count():
+            name, old = names[number % len(names)], names[(number - 3) % len(names)]
+            controller.publish(
+                ev.AdapterDeactivated(old, number % 3),
+                ev.AdapterActivated(name, number % 3, number),
+            )
+            if ended.wait(0.02):
+                return
+
+    thread = Thread(target=turn)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_the_page_is_quiet_and_stays_with_its_host(site: Any) -> None:

@@ -54,8 +54,8 @@ def bench() -> Iterator[ServedBench]:
     lora_config = LoRAConfig(max_lora_rank=64, max_loras=3)
     engine = EngineBench(load_model(config, lora_config), config, lora_config)
     limits = Limits(
-        slots_max=3,
-        host_adapters_max=6,
+        max_loras=3,
+        max_cpu_loras=6,
         host_bytes_max=32 << 20,
         pinned_bytes_max=32 << 20,
         device_bytes_max=8 << 20,

@@ -131,12 +131,6 @@ def test_a_rank_that_two_ranks_can_not_share_is_refused(pair: Ranks, tmp_path: P
         assert "whole experts per rank" in errors[3]
 
 
-@pytest.mark.parametrize("family", sorted(SERVED_FAMILIES.keys() - SPLIT_FAMILIES))
-def test_a_family_without_a_plan_is_refused(pair: Ranks, family: str) -> None:
-    for errors in pair.run("refusal", family=family):
-        assert "has no tensor-parallel plan for its layers; serve it on one rank" in errors
-
-
 def test_experts_that_can_not_be_shared_evenly_are_refused(pair: Ranks) -> None:
     for errors in pair.run("refusals"):
         assert len(errors) == 3

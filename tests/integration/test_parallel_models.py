@@ -22,14 +22,12 @@ MODELS = [
     *("llama", "llama-one-kv-head", "llama-tied", "qwen2", "qwen3", "gemma", "gemma3"),
     *("olmo2", "phi3", "gpt-neox"),
 ]
-HYBRIDS = {"qwen3_5_text": False, "olmo_hybrid": True}
+HYBRIDS = {"qwen3_5_text": False, "olmo_hybrid": True, "bamba": False, "lfm2": True}
 """Rows with recurrent states, and whether their adapters are fully sharded."""
 
 REFUSED = {
-    "lfm2": "has no tensor-parallel plan for its layers; serve it on one rank",
     "longcat_flash": "moe_identity_expert, which is not supported; serve it on one rank",
     "gpt2": "has no tensor-parallel plan",
-    "diffllama": "has no tensor-parallel plan for its layers",
     "llama-three-heads": "3 heads can't be shared evenly by 2 ranks",
     "llama-odd-mlp": "out_features 49 can't be shared evenly by 2 ranks",
 }

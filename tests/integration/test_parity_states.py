@@ -13,6 +13,8 @@ from loradock.engine.jobs import InlineJobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.residency.staging import stage
+from loradock.engine.serving import prefix_states
+from loradock.engine.serving.blocks import BLOCK_TOKENS
 from loradock.engine.serving.queue import SlotTable
 from loradock.messages.prompts import Sampling
 from tests.support.engine.generation_bench import SchedulerDriver
@@ -34,6 +36,9 @@ KINDS = {"lfm2": "together", "minimax": "single", "recurrent_gemma": "single"}
 that the model keeps in its modules.
 """
 
+HYBRIDS = ("bamba", "lfm2", "qwen3_next", "recurrent_gemma")
+"""States of a state space, a convolution, a gated delta rule, and in the model's modules."""
+
 OWN_ORDERS = ("xlnet", "prophetnet")
 """Layers that see [tokens, rows]; a head that sees several streams of each row."""
 
@@ -45,6 +50,35 @@ def test_rows_with_states_match_peft_in_process_and_served(model_type: str, tmp_
     assert judge_server(model_type, tmp_path, reference, modes) < ERROR_MAX
     assert modes == [KINDS[model_type]]
     assert_scheduled_rows_match(model_type, tmp_path, reference)
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_prompts_that_begin_with_stored_states_match_peft(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_states, "STORED_TOKENS_MIN", BLOCK_TOKENS)
+    reference = Reference(model_type, tmp_path)
+    driver = driver_of(model_type, tmp_path)
+    shared, sampling = prompt_of(1, 2 * BLOCK_TOKENS), Sampling(max_tokens=4, ignore_eos=True)
+    name, other = reference.names[1:3]
+    ends = [prompt_of(row, length) for row, length in ((2, 17), (3, 18), (4, 9), (5, 3))]
+    reused = []
+    # The second prompt stores the states of what it shares with the first. Prompts after it begin
+    # with them, also in one group, but none of another adapter, and no shorter one.
+    waves = [
+        [(name, shared + ends[0])],
+        [(name, shared + ends[1])],
+        [(name, shared + ends[2]), (name, shared + ends[3]), (other, shared + ends[2])],
+        [(name, shared + ends[2] + ends[3]), (name, shared[:20])],
+    ]
+    for rows in waves:
+        ops = [driver.start(*row, sampling) for row in rows]
+        driver.run()
+        for op, row in zip(ops, rows, strict=True):
+            assert driver.output(op)[0] == reference.generate(*row)[1][:4], row
+            reused.append(driver.end(op).prefix_tokens)
+    assert reused == [0, 0, 32, 32, 0, 32, 0]
+    assert driver.scheduler.kv_use.shares_prefixes
 
 
 @pytest.mark.parametrize("model_type", OWN_ORDERS)

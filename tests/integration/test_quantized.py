@@ -25,7 +25,7 @@ from loradock.engine.errors import ModelRefused
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.layers import wrapper_of
 from loradock.engine.models.loading import load_model
-from loradock.engine.models.quantization import loading_options
+from loradock.engine.models.saved_settings import loading_options
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
 from loradock.messages.engine_options import QUANTIZATIONS

@@ -23,7 +23,7 @@ class TurnsBench(ServedBench):
 
     def __init__(self, bench: EngineBench) -> None:
         self._inputs: list[tuple[Any, int]] = []
-        super().__init__(bench, structs.replace(LIMITS, slots_max=2, slot_quantum_ms=1))
+        super().__init__(bench, structs.replace(LIMITS, max_loras=2, slot_quantum_ms=1))
 
     def handle(self, message: Any) -> None:
         self._inputs.append((message, self._now_ns + 1000))

@@ -24,7 +24,7 @@ from loradock.cli.running import parse_changes
 from loradock.cli.serve.start_checks import Start, StartRefused, check_start
 from loradock.client.arguments import check_arguments
 from loradock.client.calls import Classification, Embedding
-from loradock.controller.core.limits import FIXED, Limits, limits_to
+from loradock.controller.core.limits import FIXED, LOGGED_NAMES, Limits, limits_to
 from loradock.engine.adapters import read_adapter
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import EngineError
@@ -127,7 +127,9 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
     yield "requests", renderables(control.RequestsListed("1", (request,), 3))
     slow = control.SlowView("load", "upper", 1_234, 60_000, "done")
     yield "slow", renderables(control.SlowListed("1", (slow,), ()))
-    shown = control.SettingsShown("1", limits_to(Limits()), "lru", FIXED)
+    shown = control.SettingsShown(
+        "1", limits_to(Limits()), "lru", tuple([LOGGED_NAMES[name] for name in FIXED])
+    )
     yield "config show", renderables(shown)
     texts = [f"text number {number}" for number in range(1, 13)]
     vectors = tuple((1.0, float(number), 0.0) for number in range(12))

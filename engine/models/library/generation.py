@@ -5,12 +5,13 @@ nothing. Names are found in signatures and in what a forward pass returns; none 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 _CACHE: Final = "past_key_values"
 _NO_TOKEN: Final = (1 << 31) - 1
@@ -76,10 +77,13 @@ class _Forced:
         return chosen
 
 
-def generated_logits(model: PreTrainedModel, prompt: Sequence[int], steps: Sequence[int]) -> Tensor:
+def generated_logits(
+    model: PreTrainedModel, prompt: Sequence[int], steps: Sequence[int], *, with_cache: bool = True
+) -> Tensor:
     """Return the logits after a prompt and after each of `steps`, by the model's own `generate`.
 
-    Returns [1 + steps, vocabulary], before any processing of scores.
+    Returns [1 + steps, vocabulary], before any processing of scores. `with_cache` False: all tokens
+    are computed at each step, which is what a cache is meant to save.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
     output: Any = model.generate(
@@ -91,7 +95,31 @@ def generated_logits(model: PreTrainedModel, prompt: Sequence[int], steps: Seque
         eos_token_id=_NO_TOKEN,
         do_sample=False,
         num_beams=1,
+        use_cache=with_cache,
         output_logits=True,
         return_dict_in_generate=True,
     )
     return torch.cat(output.logits)
+
+
+@contextmanager
+def use_attention(configs: Sequence[PretrainedConfig], name: str) -> Iterator[None]:
+    """Let models with these configurations use a registered implementation, without padding.
+
+    `configs`: those of a model, parents before their parts.
+    """
+    before = [config._attn_implementation for config in configs]
+    padding = [vars(config).get("pad_token_id") for config in configs]
+    for config in configs:
+        config._attn_implementation = name
+        # A model that has one reads its first tokens on the host, to warn about a missing mask. Some
+        # configurations accept no None from a caller.
+        vars(config)["pad_token_id"] = None
+    try:
+        yield
+    finally:
+        # A parent's assignment reaches its parts, which follow with values of their own.
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
+        for config, token in zip(configs, padding, strict=True):
+            vars(config)["pad_token_id"] = token

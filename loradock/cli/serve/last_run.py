@@ -15,7 +15,7 @@ from loradock.messages.options import options_of
 FILE: Final = "served.json"
 
 _CAPACITIES: Final = (
-    *("slots_max", "host_adapters_max", "host_bytes_max", "pinned_bytes_max"),
+    *("max_loras", "max_cpu_loras", "host_bytes_max", "pinned_bytes_max"),
     *("device_bytes_max", "known_adapters_max"),
 )
 
@@ -56,7 +56,7 @@ def changes(before: LastRun | None, now: LastRun) -> list[str]:
     if before.model and now.model and before.model != now.model:
         found.append(f"the model is {now.model} instead of {before.model}")
     for option in options_of(Limits):
-        if option.encoded in _CAPACITIES:
+        if option.field in _CAPACITIES:
             old, new = before.limits.get(option.encoded, 0), now.limits[option.encoded]
             if new < old:
                 found.append(f"{option.flag} is {option.shown(new)} instead of {option.shown(old)}")

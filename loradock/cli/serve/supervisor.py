@@ -208,7 +208,7 @@ def engine_process(config: ServeConfig, supervision: Supervision, key: str) -> E
         model=options.model,
         adapter_roots=options.adapter_roots,
         tensor_parallel_size=options.tensor_parallel_size,
-        max_loras=limits.slots_max,
+        max_loras=limits.max_loras,
         device_bytes_max=limits.device_bytes_max,
         key=key,
         server_key=str(store.server_public_path),

@@ -32,12 +32,10 @@ from loradock.gateway.inference.prompts import ChatPrompts
 from loradock.gateway.inference.responses import Responses
 from loradock.gateway.inference.tokens import TokenizerInfo, Tokens
 from loradock.gateway.metrics import Metrics, Scrape
-from loradock.gateway.options import UPDATING_VARIABLE, GatewayConfig
+from loradock.gateway.options import UPDATING_VARIABLE, GatewayConfig, allows_updating
 from loradock.gateway.page import Page, Past
 from loradock.gateway.server.gateway import Gateway
 from loradock.gateway.server.health import Health, Info
-
-_TRUE: Final = ("1", "true", "yes", "on")
 
 _HOST_CHARACTERS: Final = 253
 """The length of the longest name of a host."""
@@ -108,12 +106,6 @@ def root_path_of(config: GatewayConfig) -> str:
     if root and (not root.startswith("/") or "//" in root or set(root) & set("?#% ")):
         raise ValueError(f"--root-path must be a path like /llm, got {config.root_path!r}")
     return root
-
-
-def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bool:
-    """Return whether clients can change adapters."""
-    variable = environment.get(UPDATING_VARIABLE, "").strip().lower()
-    return config.allow_runtime_lora_updating or variable in _TRUE
 
 
 class ExactPaths:

@@ -1,6 +1,7 @@
 """The parts of one gateway, connected; they live as long as its event loop."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
@@ -19,8 +20,9 @@ from loradock.gateway.adapters.sources import (
 from loradock.gateway.inference.adapter_files import AdapterFiles
 from loradock.gateway.inference.model_files import read_model_files
 from loradock.gateway.inference.service import Service
-from loradock.gateway.options import GatewayConfig
+from loradock.gateway.options import GatewayConfig, allows_updating
 from loradock.gateway.page import Live
+from loradock.gateway.rates import Rates
 from loradock.gateway.recorder import Recorder
 from loradock.messages.errors import ErrorCode
 from loradock.messages.traces import configured_tracer
@@ -62,8 +64,11 @@ class Gateway:
         )
         self.table: Final = AdapterTable()
         self.follower: Final = Follower(self.client, self.table)
-        self.live: Final = Live(self.follower)
         self.recorder: Final = Recorder()
+        self.rates: Final = Rates(self.follower, self.recorder)
+        self.live: Final = Live(
+            self.follower, self.rates, may_change=allows_updating(config, os.environ)
+        )
         resolution = Resolution(self.client, resolvers)
         models = Models(self.client, self.table, self.names, resolution)
         timeout_s = float(config.http_timeout_s)
@@ -87,6 +92,7 @@ class Gateway:
         async with self.client:
             tasks = [
                 asyncio.create_task(self.follower.run()),
+                asyncio.create_task(self.rates.run()),
                 asyncio.create_task(self._prepare(failed)),
             ]
             try:

@@ -132,7 +132,7 @@ def test_every_option_reaches_its_process_in_three_ways(
     assert run("serve", "--config", str(file), directory=tmp_path).exit_code == 0
     words = ["--config", str(file), "--max-loras", "5"]
     assert run("serve", *words, directory=tmp_path).exit_code == 0
-    assert [config.server.limits.slots_max for config in started[2:]] == [4, 5]
+    assert [config.server.limits.max_loras for config in started[2:]] == [4, 5]
     for _, option in OPTIONS:
         if option.variable:
             monkeypatch.setenv(option.variable, sample(option) or str(option.default is not True))
@@ -158,7 +158,7 @@ def test_the_engine_gets_what_serve_was_started_with(started: Started, tmp_path:
     engine, lora = configs(process)
     assert (engine.adapter_roots, engine.model_directory) == ((Path("x"),), Path("m"))
     assert engine.device_bytes_max == config.server.limits.device_bytes_max
-    assert lora.max_loras == config.server.limits.slots_max
+    assert lora.max_loras == config.server.limits.max_loras
     for option in options_of(EngineOptions):
         assert getattr(engine, option.field) == getattr(config.engine, option.field)
     for option in options_of(LoRAOptions):
@@ -179,7 +179,7 @@ def test_without_options_an_engine_has_the_defaults_of_its_configurations(tmp_pa
     process = supervisor.engine_process(config, Supervision(), "pair")
     engine, lora = configs(process)
     assert engine == EngineConfig(Path("m"))
-    assert lora == LoRAConfig(max_loras=Limits().slots_max)
+    assert lora == LoRAConfig(max_loras=Limits().max_loras)
 
 
 @pytest.mark.parametrize(

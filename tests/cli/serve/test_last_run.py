@@ -26,9 +26,9 @@ def test_only_what_evicts_or_excludes_adapters_is_a_change(tmp_path: Path) -> No
     assert read_last_run(tmp_path) == before
     assert changes(None, before) == []
     assert changes(before, before) == []
-    assert changes(before, run_of("/m", Limits(slots_max=9, rest_ms=1), "none")) == []
+    assert changes(before, run_of("/m", Limits(max_loras=9, retry_backoff_ms=1), "none")) == []
     assert changes(before, run_of("", Limits(), "lru")) == []
-    assert changes(before, run_of("/n", Limits(slots_max=2, host_bytes_max=1 << 30), "lru")) == [
+    assert changes(before, run_of("/n", Limits(max_loras=2, host_bytes_max=1 << 30), "lru")) == [
         "the model is /n instead of /m",
         "--max-loras is 2 instead of 8",
         "--host-bytes is 1 GiB instead of 4 GiB",
@@ -39,7 +39,7 @@ def test_a_changed_start_needs_an_option(monkeypatch: pytest.MonkeyPatch, tmp_pa
     started: list[int] = []
 
     def serve(config):
-        started.append(config.server.limits.slots_max)
+        started.append(config.server.limits.max_loras)
         return Ended(0)
 
     monkeypatch.setattr(supervisor, "serve", serve)

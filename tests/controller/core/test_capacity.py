@@ -38,7 +38,7 @@ def test_an_engine_with_less_than_the_limits_binds() -> None:
     bench = CoreBench(slots=3)
     bench.lose_engine()
     engine = bench.start_engine()
-    engine.slots_max, engine.device_bytes_max = 2, 10_000
+    engine.max_loras, engine.device_bytes_max = 2, 10_000
     bench.settle()
     bench.activate("a", "b", "c")
     assert bench.in_slots() == {"b", "c"}
@@ -47,7 +47,7 @@ def test_an_engine_with_less_than_the_limits_binds() -> None:
 
 
 def test_host_places_bind_before_bytes() -> None:
-    bench = CoreBench(slots=1, host_adapters_max=2)
+    bench = CoreBench(slots=1, max_cpu_loras=2)
     for name in ("a", "b", "c"):
         bench.request(LoadAdapter, name)
     assert [bench.state(name) for name in ("a", "b", "c")] == [
@@ -178,7 +178,7 @@ def test_every_tier_counts_its_adapters() -> None:
 
 
 def test_an_invalid_adapter_evicts_none() -> None:
-    bench = CoreBench(slots=2, host_adapters_max=2)
+    bench = CoreBench(slots=2, max_cpu_loras=2)
     bench.activate("a", "b")
     parts = ("adapters", "slots", "tiers", "order", "names")
     before = {part: bench.snapshot()[part] for part in parts}
@@ -365,7 +365,7 @@ def test_many_waiters_of_one_adapter_are_served_by_one_step() -> None:
 
 def test_limits_that_contradict_one_another_are_refused() -> None:
     with pytest.raises(LimitsError, match="at least max-loras, which is 3, got 2"):
-        check_limits(Limits(slots_max=3, host_adapters_max=2))
+        check_limits(Limits(max_loras=3, max_cpu_loras=2))
 
 
 def test_a_held_adapter_that_backs_off_keeps_its_room_and_others_are_refused() -> None:
@@ -384,7 +384,7 @@ def test_a_held_adapter_that_backs_off_keeps_its_room_and_others_are_refused() -
 
 
 def test_a_held_adapter_that_is_released_in_its_queue_gives_up_its_place() -> None:
-    bench = CoreBench(slots=1, host_adapters_max=2)
+    bench = CoreBench(slots=1, max_cpu_loras=2)
     for name in ("c", "d"):
         bench.request(requests.LoadAdapter, name)
     bench.request(requests.HoldAdapter, "a")
@@ -400,7 +400,7 @@ def test_a_held_adapter_that_is_released_in_its_queue_gives_up_its_place() -> No
 
 
 def test_a_record_that_no_request_was_granted_is_removed_with_its_last_wait() -> None:
-    bench = CoreBench(slots=1, host_adapters_max=1)
+    bench = CoreBench(slots=1, max_cpu_loras=1)
     bench.request(requests.LoadAdapter, "b")
     bench.send(requests.ActivateAdapter, "a")
     while bench.state("a") != "cpu-cached":

@@ -53,12 +53,19 @@ class Histories(RuleBasedStateMachine):
         slots=st.integers(1, 3),
         more_on_host=st.integers(0, 3),
         bytes_max=st.tuples(budgets, tight_budgets, budgets),
+        quantum_ms=st.integers(0, 2),
         contents=st.lists(st.tuples(sizes, sizes), min_size=len(PATHS), max_size=len(PATHS)),
     )
     def begin(
-        self, slots: int, more_on_host: int, bytes_max: tuple[int, int, int], contents: Sizes
+        self,
+        slots: int,
+        more_on_host: int,
+        bytes_max: tuple[int, int, int],
+        quantum_ms: int,
+        contents: Sizes,
     ) -> None:
-        self.workload = Workload(small_limits(slots, more_on_host, bytes_max), contents)
+        limits = small_limits(slots, more_on_host, bytes_max, quantum_ms)
+        self.workload = Workload(limits, contents)
 
     @rule(name=names, path=st.sampled_from(("", "", *PATHS)), replace=st.booleans(), ms=timeouts)
     def load(self, name: str, path: str, replace: bool, ms: int) -> None:
@@ -144,6 +151,10 @@ class Histories(RuleBasedStateMachine):
     def advance_all(self, rounds: int) -> None:
         self.workload.advance_all(rounds)
 
+    @rule(rounds=st.integers(1, 8))
+    def take_turns(self, rounds: int) -> None:
+        self.workload.take_turns(rounds)
+
     @rule()
     def acknowledge(self) -> None:
         self.workload.deployment.unacknowledged.clear()
@@ -181,7 +192,7 @@ class Histories(RuleBasedStateMachine):
         self.workload.deployment.restart_controller(lost)
 
     def teardown(self) -> None:
-        if hasattr(self, "clients"):
+        if hasattr(self, "workload"):
             self.workload.deployment.run_dry()
             self.workload.deployment.restart_controller()
 

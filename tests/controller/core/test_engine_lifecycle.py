@@ -53,7 +53,7 @@ def test_goals_are_reconciled_again_with_held_ones_first() -> None:
 
 
 def test_a_goal_without_waiters_evicts_no_other_adapter() -> None:
-    bench = CoreBench(slots=2, host_adapters_max=2)
+    bench = CoreBench(slots=2, max_cpu_loras=2)
     bench.activate("a", "b")
     bench.lose_engine()
     request = bench.send(ActivateAdapter, "c")
@@ -161,12 +161,12 @@ def test_an_adapter_that_can_not_be_demoted_backs_off_and_another_one_is_the_vic
     assert isinstance(bench.reply(request), AdapterDone)
     assert bench.in_slots() == {"a", "c"}
     assert bench.adapter("a").backing_off
-    bench.advance(bench.limits.rest_ms + 1)
+    bench.advance(bench.limits.retry_backoff_ms + 1)
     assert not bench.adapter("a").backing_off
 
 
 def test_a_held_adapter_that_fails_to_load_is_tried_again_after_its_backoff() -> None:
-    bench = CoreBench(slots=2, rest_ms=100)
+    bench = CoreBench(slots=2, retry_backoff_ms=100)
     bench.request(HoldAdapter, "a")
     content = bench.files.pop("a")
     bench.lose_engine()
@@ -181,7 +181,7 @@ def test_a_held_adapter_that_fails_to_load_is_tried_again_after_its_backoff() ->
 
 
 def test_other_limits_lose_the_engine_and_keep_the_newest_answers() -> None:
-    controller = Controller(Limits(slots_max=4, answers_max=10), checked=True)
+    controller = Controller(Limits(max_loras=4, answers_max=10), checked=True)
     controller.handle(records.ControllerStarted(1), 1)
     for number in range(6):
         controller.handle(LoadAdapter(f"r{number}", f"a{number}"), 2)
@@ -189,7 +189,7 @@ def test_other_limits_lose_the_engine_and_keep_the_newest_answers() -> None:
         controller.handle(requests.ReleaseAdapter(f"q{number}", f"a{number}"), 2)
     inventory = reports.EngineInventory("e", 1, "m", 4, 100)
     controller.handle(inventory, 3)
-    actions = controller.reconfigure(Limits(slots_max=2, requests_max=4, answers_max=2), "lru")
+    actions = controller.reconfigure(Limits(max_loras=2, requests_max=4, answers_max=2), "lru")
     assert "the limits were changed" in str(actions)
     assert controller.world.engine is None
     assert not controller.world.pending_requests
@@ -210,7 +210,7 @@ def test_a_clock_that_is_set_back_does_not_decrease_the_time() -> None:
 
 
 def test_held_adapters_that_keep_failing_do_not_block_others() -> None:
-    bench = CoreBench(slots=3, host_bytes_max=15, rest_ms=10)
+    bench = CoreBench(slots=3, host_bytes_max=15, retry_backoff_ms=10)
     for name in ("a", "b"):
         bench.request(HoldAdapter, name)
         del bench.files[name]

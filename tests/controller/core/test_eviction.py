@@ -48,7 +48,7 @@ class FormerRules(PolicyBench):
 
 @pytest.mark.parametrize("order", list(permutations(PREPARED)), ids=" ".join)
 def test_the_host_loses_the_least_recently_used_adapter_of_any_state(order: Any) -> None:
-    bench = CoreBench(slots=1, host_adapters_max=3)
+    bench = CoreBench(slots=1, max_cpu_loras=3)
     for name, state in zip("abc", order, strict=True):
         bench.request(PREPARED[state], name)
     assert [bench.state(name) for name in "abc"] == list(order)
@@ -61,7 +61,7 @@ def test_the_host_loses_the_least_recently_used_adapter_of_any_state(order: Any)
 def test_another_policy_evicts_what_is_cheapest_to_load_again(
     order: Any, kind: type[CoreBench]
 ) -> None:
-    bench = kind(slots=1, host_adapters_max=3)
+    bench = kind(slots=1, max_cpu_loras=3)
     for name, state in zip("abc", order, strict=True):
         bench.request(PREPARED[state], name)
     by_state = dict(zip(order, "abc", strict=True))
@@ -75,7 +75,7 @@ def test_another_policy_evicts_what_is_cheapest_to_load_again(
 
 
 def test_pages_that_were_loaded_last_are_kept_before_slots_that_nobody_used_for_a_day() -> None:
-    bench = CoreBench(slots=2, host_adapters_max=4)
+    bench = CoreBench(slots=2, max_cpu_loras=4)
     bench.activate("a", "b")
     bench.advance(86_400_000)
     for name in ("c", "d", "e"):
@@ -95,7 +95,7 @@ def test_page_locked_memory_loses_the_least_recently_used_adapter_of_any_state()
 
 
 def test_leaving_a_slot_is_no_use() -> None:
-    bench = CoreBench(slots=1, host_adapters_max=3)
+    bench = CoreBench(slots=1, max_cpu_loras=3)
     bench.activate("a")
     bench.request(rq.StageAdapter, "b")
     # It displaces `a` from its slot, later than `b` was used.
@@ -105,7 +105,7 @@ def test_leaving_a_slot_is_no_use() -> None:
 
 
 def test_the_end_of_a_request_is_a_use() -> None:
-    bench = CoreBench(slots=2, host_adapters_max=2)
+    bench = CoreBench(slots=2, max_cpu_loras=2)
     bench.activate("a")
     running = bench.generate("a")
     bench.activate("b")
@@ -115,7 +115,7 @@ def test_the_end_of_a_request_is_a_use() -> None:
 
 
 def test_another_engine_loads_in_another_order_and_the_order_of_use_stays() -> None:
-    bench = CoreBench(slots=1, host_adapters_max=3)
+    bench = CoreBench(slots=1, max_cpu_loras=3)
     for name in "abc":
         bench.request(rq.StageAdapter, name)
     bench.lose_engine()
@@ -133,7 +133,7 @@ USES = st.lists(st.tuples(st.sampled_from([*PREPARED, "generate"]), st.sampled_f
 @given(uses=USES)
 def test_host_and_slots_have_the_most_recently_used_adapters(uses: list[tuple[str, str]]) -> None:
     """Both tiers are compared with plain LRU caches of the requests."""
-    bench = CoreBench(slots=SLOTS_MAX, host_adapters_max=HOST_MAX)
+    bench = CoreBench(slots=SLOTS_MAX, max_cpu_loras=HOST_MAX)
     host, slots = OrderedDict[str, None](), OrderedDict[str, None]()
     for use, name in uses:
         if use == "generate" and name in host:

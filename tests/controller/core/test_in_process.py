@@ -31,7 +31,7 @@ class InProcessBench:
         self.events: list[events.Event] = []
         self.failing: list[type] = []
         self.slots = slots
-        bounds = Limits(slots_max=slots, host_adapters_max=capacity, answers_max=1, **limits)
+        bounds = Limits(max_loras=slots, max_cpu_loras=capacity, answers_max=1, **limits)
         self.core = InProcessController(
             bounds, policy, self.execute, self.events.append, checked=True
         )
@@ -130,7 +130,7 @@ def test_time_passes_to_the_end_of_a_backoff() -> None:
     bench.activate("b")
     assert bench.states() == {"a": PINNED, "b": GPU_SLOT}
     waited_ms = (bench.core.world.time_ns - before) / 1e6
-    assert waited_ms == Limits().rest_ms
+    assert waited_ms == Limits().retry_backoff_ms
 
 
 def test_the_least_recently_used_is_resident_and_not_held() -> None:
@@ -198,7 +198,7 @@ def test_an_engine_that_does_not_complete_a_command_is_an_error() -> None:
     def omits_loads(command: commands.Command) -> Iterable[reports.LoggedReport]:
         return [] if isinstance(command, commands.LoadWeights) else execute(command)
 
-    limits = Limits(slots_max=2, host_adapters_max=2, operation_timeout_ms=1)
+    limits = Limits(max_loras=2, max_cpu_loras=2, operation_timeout_ms=1)
     core = InProcessController(limits, "lru", omits_loads)
     core.attach(reports.EngineInventory("e", 0, "", 2, 1 << 30))
     with pytest.raises(Refusal, match="did not report on LoadWeights"):

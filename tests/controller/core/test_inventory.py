@@ -100,7 +100,7 @@ def test_an_inventory_that_contradicts_itself_is_refused() -> None:
         "in slot -1": (reports.InventoryAdapter(1, "a", "a", "f", 8, "gpu-slot", -1, 0, 10, 10),),
     }
     for text, adapters in contradictions.items():
-        controller = Controller(Limits(slots_max=2), checked=True)
+        controller = Controller(Limits(max_loras=2), checked=True)
         controller.handle(records.ControllerStarted(1), 1)
         inventory = reports.EngineInventory("e", 1, "m", 2, 100, 0, (), adapters)
         actions = controller.handle(inventory, 2)
@@ -109,7 +109,7 @@ def test_an_inventory_that_contradicts_itself_is_refused() -> None:
 
 
 def inventory_of(*adapters: reports.InventoryAdapter, **fields: Any) -> reports.EngineInventory:
-    given = {"pid": 1, "model": "m", "slots_max": 3, "device_bytes_max": 100, **fields}
+    given = {"pid": 1, "model": "m", "max_loras": 3, "device_bytes_max": 100, **fields}
     return reports.EngineInventory("e", adapters=adapters, **given)
 
 
@@ -122,8 +122,8 @@ def entry(**fields: Any) -> reports.InventoryAdapter:
 OUT_OF_BOUNDS = {
     "pid 1099511627776": inventory_of(pid=2**40),
     "pid -1": inventory_of(pid=-1),
-    "slots_max 0": inventory_of(slots_max=0),
-    "slots_max 65537": inventory_of(slots_max=65_537),
+    "max_loras 0": inventory_of(max_loras=0),
+    "max_loras 65537": inventory_of(max_loras=65_537),
     "last_op": inventory_of(last_op=2**53),
     "operation 0": inventory_of(last_op=5, running=(0,)),
     "operation 6": inventory_of(last_op=5, running=(6,)),
@@ -142,7 +142,7 @@ OUT_OF_BOUNDS = {
 
 @pytest.mark.parametrize("text", OUT_OF_BOUNDS)
 def test_an_inventory_out_of_bounds_is_refused_and_changes_nothing(text: str) -> None:
-    controller = Controller(Limits(slots_max=2, known_adapters_max=2), checked=True)
+    controller = Controller(Limits(max_loras=2, known_adapters_max=2), checked=True)
     controller.handle(records.ControllerStarted(1), 1)
     before = (controller.world.next_op, controller.world.next_adapter_id)
     actions = controller.handle(OUT_OF_BOUNDS[text], 2)
@@ -254,8 +254,8 @@ def test_a_replacement_whose_report_was_lost_with_the_logs_tail_happens() -> Non
 
 
 LOWER = [
-    {"slots_max": 1},
-    {"host_adapters_max": 3},
+    {"max_loras": 1},
+    {"max_cpu_loras": 3},
     {"device_bytes_max": 15},
     {"pinned_bytes_max": 0},
 ]
@@ -263,7 +263,7 @@ LOWER = [
 
 @pytest.mark.parametrize("lower", LOWER)
 def test_what_an_engine_has_beyond_lower_limits_only_decreases(lower: dict[str, int]) -> None:
-    ample = {"slots_max": 3, "host_adapters_max": 4}
+    ample = {"max_loras": 3, "max_cpu_loras": 4}
     controller = Controller(Limits(**ample), checked=True)
     names = ("a", "b", "c")
     for number, name in enumerate(names, 1):
@@ -274,7 +274,7 @@ def test_what_an_engine_has_beyond_lower_limits_only_decreases(lower: dict[str, 
     ]
     inventory = inventory_of(*held, last_op=9)
     controller.handle(inventory, 2)
-    limits = Limits(**{**ample, "slots_max": 1, **lower})
+    limits = Limits(**{**ample, "max_loras": 1, **lower})
     controller.reconfigure(limits, "lru")
     controller.handle(inventory, 3)
     world = controller.world

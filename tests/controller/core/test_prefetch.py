@@ -48,7 +48,7 @@ def test_a_slot_is_taken_only_if_it_is_free() -> None:
 
 
 def test_on_the_host_the_least_recently_used_idle_adapter_outside_the_slots_makes_room() -> None:
-    bench = CoreBench(slots=1, host_adapters_max=3)
+    bench = CoreBench(slots=1, max_cpu_loras=3)
     bench.activate("a")
     bench.request(StageAdapter, "b")
     bench.request(LoadAdapter, "c")
@@ -58,7 +58,7 @@ def test_on_the_host_the_least_recently_used_idle_adapter_outside_the_slots_make
 
 
 def test_adapters_that_are_held_leased_waited_for_or_in_slots_stay() -> None:
-    bench = CoreBench(slots=3, host_adapters_max=4)
+    bench = CoreBench(slots=3, max_cpu_loras=4)
     bench.request(HoldAdapter, "a")
     bench.activate("b", "c")
     running = bench.generate("b")
@@ -75,7 +75,7 @@ def test_adapters_that_are_held_leased_waited_for_or_in_slots_stay() -> None:
 
 
 def test_a_request_takes_the_room_before_a_prefetch() -> None:
-    bench = CoreBench(slots=1, host_adapters_max=2, pinned_bytes_max=20)
+    bench = CoreBench(slots=1, max_cpu_loras=2, pinned_bytes_max=20)
     bench.activate("a")
     bench.request(LoadAdapter, "b")
     bench.send(PrefetchAdapter, "c", "", "pinned")
@@ -87,7 +87,7 @@ def test_a_request_takes_the_room_before_a_prefetch() -> None:
 
 
 def test_two_prefetches_do_not_undo_each_other() -> None:
-    bench = CoreBench(slots=1, host_adapters_max=1)
+    bench = CoreBench(slots=1, max_cpu_loras=1)
     bench.send(PrefetchAdapter, "a", "", "pinned")
     bench.send(PrefetchAdapter, "b", "", "pinned")
     bench.settle()

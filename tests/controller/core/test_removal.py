@@ -311,3 +311,32 @@ def test_every_request_before_a_removal_ends_in_every_deployment(
     assert {bench.reply(request).finish_reason for request in sent} == {"stop"}
     assert {bench.reply(removal).state for removal in removals} == {"unregistered"}
     assert set(bench.world.names) == {"a"}
+
+
+@pytest.mark.parametrize("kind", [rq.DeactivateAdapter, rq.EvictAdapter])
+def test_what_demotes_a_removed_version_is_answered_without_its_removal(kind: type) -> None:
+    """The removal's time ends while the slot is reset; the version is forgotten all the same."""
+    bench = CoreBench()
+    bench.activate("b")
+    lowering, removal = bench.send(kind, "b"), bench.send(rq.RemoveAdapter, "b", True, 5)
+    bench.advance(5)
+    assert bench.reply(removal).code is ErrorCode.CONFLICT
+    assert bench.reply(lowering) is None
+    bench.settle()
+    assert bench.reply(lowering).state == "unregistered"
+    assert not bench.world.adapters
+
+
+@pytest.mark.parametrize("kind", [rq.EvictAdapter, rq.RemoveAdapter])
+def test_a_prefetched_adapter_that_is_forgotten_waits_for_no_room(kind: type) -> None:
+    bench = CoreBench(slots=1, max_cpu_loras=1)
+    loading = [bench.send(rq.LoadAdapter, name) for name in "ab"]
+    bench.send(rq.PrefetchAdapter, "c", "", "cpu-cached")
+    for name in "abc":
+        bench.finish(name)
+    prefetched = bench.adapter("c").id
+    assert prefetched in bench.world.queues.members
+    assert bench.reply(bench.send(kind, "c")).state == "unregistered"
+    assert prefetched not in bench.world.queues.members
+    bench.settle()
+    assert [bench.reply(request).state for request in loading] == ["cpu-cached"] * 2

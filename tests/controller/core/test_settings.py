@@ -14,8 +14,8 @@ from tests.support.simulation.core_bench import CoreBench
 @pytest.mark.parametrize(
     ("limit", "lowered", "text"),
     [
-        ("slots_max", 1, "fixed while an engine runs"),
-        ("host_adapters_max", 2, "3 are in use"),
+        ("max_loras", 1, "fixed while an engine runs"),
+        ("max_cpu_loras", 2, "3 are in use"),
         ("known_adapters_max", 2, "3 are in use"),
         ("pinned_bytes_max", 19, "20 are in use"),
         ("host_bytes_max", 9, "10 are in use"),

@@ -232,7 +232,7 @@ def test_a_suspended_generation_ends_on_the_version_that_it_began_with() -> None
 
 
 def test_a_hold_that_takes_the_last_slot_pauses_suspended_generations() -> None:
-    bench = bench_of(rest_ms=20)
+    bench = bench_of(retry_backoff_ms=20)
     first = bench.generate("a")
     hold = bench.send(requests.HoldAdapter, "b")
     let_turn_end(bench)
@@ -249,7 +249,7 @@ def test_a_hold_that_takes_the_last_slot_pauses_suspended_generations() -> None:
 
 def test_a_suspended_generation_that_is_to_end_needs_no_slot() -> None:
     """The engine has not ended it yet, and a held adapter keeps the only slot."""
-    bench = bench_of(rest_ms=20)
+    bench = bench_of(retry_backoff_ms=20)
     first = bench.generate("a")
     bench.send(requests.HoldAdapter, "b")
     let_turn_end(bench)
@@ -287,7 +287,7 @@ def test_files_that_changed_end_a_suspended_generation(removed: bool) -> None:
 
 
 def test_suspended_adapters_keep_their_host_memory() -> None:
-    bench = bench_of(host_adapters_max=2)
+    bench = bench_of(max_cpu_loras=2)
     bench.generate("a")
     bench.generate("b")
     let_turn_end(bench)

@@ -14,7 +14,7 @@ from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from tests.support.simulation.core_bench import CoreBench
 
-LIMITS = Limits(slots_max=2, host_adapters_max=5)
+LIMITS = Limits(max_loras=2, max_cpu_loras=5)
 ENGINE = reports.EngineInventory("e", 4242, "tiny", 2, 1 << 20)
 
 

@@ -82,7 +82,7 @@ def test_an_imported_log_is_written_on(tmp_path: Path) -> None:
     with Log.open(directory, header_of(other)) as log:
         assert log.next_seq == seq + 1
         log.append([Record(state.time_ns + 1, ControllerStarted(1 << 40))], 1 << 40)
-        inventory = EngineInventory("engine", 1, "model", limits.slots_max, 1 << 40)
+        inventory = EngineInventory("engine", 1, "model", limits.max_loras, 1 << 40)
         log.append([Record(state.time_ns + 2, inventory)], 1 << 40)
     assert verify(directory).corruption is None
     result = replay(directory, checked=True)
@@ -145,7 +145,7 @@ def test_a_wrong_document_is_refused(tmp_path: Path, problem: str) -> None:
 def test_limits_that_are_unknown_here_are_left_out(tmp_path: Path) -> None:
     data = document(tmp_path, limits={"slots_max": 3, "of_a_later_version": 7})
     import_state(tmp_path / "new", decode_export(data))
-    assert replay(tmp_path / "new").controller.limits.slots_max == 3  # type: ignore[union-attr]
+    assert replay(tmp_path / "new").controller.limits.max_loras == 3  # type: ignore[union-attr]
 
 
 def test_a_directory_with_a_log_is_refused(tmp_path: Path) -> None:

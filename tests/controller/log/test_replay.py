@@ -27,7 +27,7 @@ from loradock.messages.reports import (
 from loradock.messages.requests import HoldAdapter, ReleaseAdapter
 from tests.support.simulation.workload import random_history
 
-LIMITS = Limits(slots_max=2, host_adapters_max=4)
+LIMITS = Limits(max_loras=2, max_cpu_loras=4)
 HISTORY: list[Input] = [
     ControllerStarted(1),
     EngineInventory("engine", 1, "model", 2, 1 << 40),
@@ -92,11 +92,11 @@ def test_a_replay_has_the_same_actions_each_time(tmp_path: Path) -> None:
 
 def test_other_limits_count_the_engine_as_lost(tmp_path: Path) -> None:
     written(tmp_path / "log")
-    with Log.open(tmp_path / "log", header(Limits(slots_max=1, host_adapters_max=4))) as log:
+    with Log.open(tmp_path / "log", header(Limits(max_loras=1, max_cpu_loras=4))) as log:
         log.append([Record(99, ControllerStarted(2))], 2)
     result = replay(tmp_path / "log", checked=True)
     assert result.controller is not None
-    assert result.controller.limits.slots_max == 1
+    assert result.controller.limits.max_loras == 1
     assert result.controller.world.engine is None
     assert [a.state for a in result.controller.world.adapters.values()] == ["evicted"]
 

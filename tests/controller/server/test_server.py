@@ -212,7 +212,7 @@ def test_each_start_has_a_greater_epoch_and_logs_it(directory: Path) -> None:
 
 
 def test_a_restart_with_other_limits_synchronises_with_the_engine(directory: Path) -> None:
-    more = msgspec.structs.replace(LIMITS, slots_max=5, host_adapters_max=9)
+    more = msgspec.structs.replace(LIMITS, max_loras=5, max_cpu_loras=9)
     with StandInEngine(directory, "e", ENGINE_PID) as engine, RawClient(directory) as client:
         with controller(directory, checked=True) as process:
             for name in "abc":

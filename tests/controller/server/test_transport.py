@@ -55,7 +55,7 @@ def read_by_controller(queued: Any) -> int:
 def read_by_engine(queued: Any) -> int:
     before = len(queued.frames)
     # The frames are not commands: they are counted, and the engine gets none.
-    worker.Worker(None, queued, worker.Wakeup(), ())._receive()  # type: ignore[arg-type]
+    worker.Worker(None, queued, worker.Wakeup(), ())._receive(print)  # type: ignore[arg-type]
     return before - len(queued.frames)
 
 

@@ -11,20 +11,27 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loradock.engine.adapters import read_adapter
+from loradock.engine.adapters import read_adapter, safetensors_header, target
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import LoRAConfig
-from loradock.engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError
+from loradock.engine.errors import (
+    AdapterConfigRefused,
+    AdapterDoesNotFit,
+    AdapterUnsound,
+    EngineError,
+)
 from loradock.engine.layout import ModuleShape
 from loradock.engine.residency.staging import stage
 from loradock.messages.errors import ErrorCode
 from tests.support.engine.adapter_examples import (
     CONFIG,
+    MODULES,
     Q,
     V,
     key,
     pair,
     read,
+    stored,
     tensors,
     write,
 )
@@ -306,3 +313,31 @@ def test_a_refused_adapter_leaves_no_memory_and_no_open_file(tmp_path: Path) -> 
         with pytest.raises(EngineError):
             read(directory)
     assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_more_tensors_than_the_model_could_use_are_refused_before_they_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "OTHER_TENSORS_MAX", 10)
+    most = target.TENSORS_PER_MODULE * len(MODULES) + 10
+
+    def weights(first: int, end: int) -> bytes:
+        names = (f"x.{i}" for i in range(first, end))
+        entries = {
+            name: {"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]}
+            for at, name in enumerate(names)
+        }
+        return stored(entries, bytes(end - first))
+
+    with pytest.raises(AdapterDoesNotFit, match="unexpected tensors"):
+        read(write(tmp_path / "most", weights=weights(0, most)))
+    shards = write(tmp_path / "shards")
+    (shards / "adapter_model.safetensors").unlink()
+    for number, part in enumerate((weights(0, 9), weights(9, most + 1)), start=1):
+        (shards / f"adapter_model-0000{number}-of-00002.safetensors").write_bytes(part)
+    with pytest.raises(AdapterUnsound, match=f"names {most - 8} tensors; at most {most - 9}"):
+        read(shards)
+    decoded = lambda *_: pytest.fail("the header was decoded")  # noqa: E731
+    monkeypatch.setattr(safetensors_header, "decode_object", decoded)
+    with pytest.raises(AdapterUnsound, match=f"names {most + 1} tensors; at most {most}"):
+        read(write(tmp_path / "more", weights=weights(0, most + 1)))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from loradock.engine.adapters import read_adapter, saved_tokenizer
 from loradock.engine.adapters.saved_tokenizer import BaseTokenizer
 from loradock.engine.config import LoRAConfig
-from loradock.engine.models.loading import prepare_loaded
+from loradock.engine.models.held_model import prepare_loaded
 from tests.support.parallel.processes import TINY
 
 MODEL = TINY / "model"

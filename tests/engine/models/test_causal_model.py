@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from loradock.engine.config import LoRAConfig
-from loradock.engine.errors import ModelRefused
+from loradock.engine.errors import ModelNotRun, ModelRefused
 from loradock.engine.layers import (
     LogitsProcessorWithLoRA,
     MergedColumnParallelLinearWithLoRA,
@@ -26,8 +26,8 @@ from loradock.engine.layers import (
     VocabParallelEmbeddingWithLoRA,
 )
 from loradock.engine.layout import ModuleKind
-from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.preparation import find_candidates
 from tests.support.engine.engine_examples import (
     ATTENTION,
@@ -223,6 +223,34 @@ def test_a_model_whose_padded_rows_differ_is_not_batched() -> None:
     model = prepare(IgnoresMask(tiny_config()))
     assert model.batching == "single"
     assert "results differ from the row alone" in model.refusals[0]
+
+
+class Averaged(nn.Module):
+    """Adds the average over all tokens of the batch, later tokens and padding included."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(dim=(0, 1), keepdim=True)
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("no kernel for this")
+
+
+@pytest.mark.parametrize(
+    ("planted", "error", "text"),
+    [
+        (Averaged(), ModelRefused, "with more tokens after it a row's results differ"),
+        (Failing(), ModelNotRun, "does not run.*RuntimeError: no kernel for this"),
+    ],
+)
+def test_a_model_that_is_wrong_however_it_is_run_is_refused_with_the_reason(
+    planted: nn.Module, error: type[ModelRefused], text: str
+) -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp = planted
+    with pytest.raises(error, match=text):
+        prepare(model)
 
 
 def test_limits_and_ends_come_from_the_model(prepared_model: CausalModel) -> None:

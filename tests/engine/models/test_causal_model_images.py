@@ -18,8 +18,8 @@ from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import AdapterDoesNotFit, Malformed, ModelRefused
 from loradock.engine.models.binding import bind_lora
-from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.tokenization import prompt_tokens
 from loradock.engine.punica import LoRAMapping

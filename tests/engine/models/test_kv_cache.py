@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loradock.engine.layout import next_power_of_two
-from loradock.engine.models.caches.kv_cache import (
+from loradock.engine.models.kv_cache import (
     IDLE_CAPACITY_MAX,
     BatchKVCache,
     left_padding_mask,

@@ -23,8 +23,8 @@ from transformers.masking_utils import (
 
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels.reference.attention import attend_reference
-from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.serving import attention
 from loradock.engine.serving.attention import (
     CALL_BYTES,

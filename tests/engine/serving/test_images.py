@@ -18,9 +18,9 @@ from loradock.engine.config import EngineConfig
 from loradock.engine.errors import Conflict, Malformed, ModelRefused, Overloaded
 from loradock.engine.jobs import FinishedJob
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_inputs import ImageInputs
 from loradock.engine.models.image_processor import ProcessedPrompt
 from loradock.engine.models.loading import load_model
-from loradock.engine.models.vision.image_inputs import ImageInputs
 from loradock.engine.punica import MappingType
 from loradock.engine.serving import forward, prompts
 from loradock.engine.serving.blocks import BLOCK_TOKENS

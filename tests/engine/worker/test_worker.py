@@ -182,7 +182,7 @@ def test_the_first_frame_is_the_inventory(attached: Controller) -> None:
     assert isinstance(inventory, rp.EngineInventory)
     assert inventory.engine_id == "a" * 32
     assert inventory.pid != os.getpid()
-    assert (inventory.slots_max, inventory.device_bytes_max) == (3, 1_000_000)
+    assert (inventory.max_loras, inventory.device_bytes_max) == (3, 1_000_000)
     assert inventory.adapters == ()
 
 

@@ -210,7 +210,7 @@ def _contradictory(inventory: reports.EngineInventory, kind: int) -> reports.Eng
         case 1:
             entries = [entry, other]
         case _:
-            entries = [msgspec.structs.replace(entry, slot=inventory.slots_max)]
+            entries = [msgspec.structs.replace(entry, slot=inventory.max_loras)]
     known = {e.adapter_id for e in entries}
     kept = [e for e in inventory.adapters if e.adapter_id not in known]
     return msgspec.structs.replace(inventory, adapters=tuple(kept + entries))
@@ -263,7 +263,7 @@ class EngineProcess:
     def start(self, limits: Limits, files: Files, **contents: Any) -> None:
         """Start the loop over an engine with the given contents."""
         model = SimulatedEngine(
-            *(f"engine-{self.number}", limits, files, limits.slots_max, limits.device_bytes_max),
+            *(f"engine-{self.number}", limits, files, limits.max_loras, limits.device_bytes_max),
             **contents,
         )
         self.engine = ModelledEngine(model, self._conduct, self._scheduler, self.pid)
@@ -292,7 +292,7 @@ class EngineProcess:
             return
         self._scheduler.note("engine")
         worker = self.worker
-        worker._receive()
+        worker._receive(self.engine.submit)
         self.engine.step()
         worker._report()
         worker._send_beat_or_resync()

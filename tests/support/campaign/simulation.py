@@ -361,8 +361,8 @@ def random_limits(rng: random.Random) -> Limits:
     slots, on_host = rng.randint(1, 3), rng.randint(0, 3)
     host_bytes = rng.randrange(60, 240, 10)
     return Limits(
-        slots_max=slots,
-        host_adapters_max=slots + on_host,
+        max_loras=slots,
+        max_cpu_loras=slots + on_host,
         host_bytes_max=host_bytes,
         pinned_bytes_max=rng.randrange(60, 200, 10),
         device_bytes_max=rng.randrange(60, 200, 10),
@@ -370,7 +370,7 @@ def random_limits(rng: random.Random) -> Limits:
         request_timeout_ms=1_000,
         generation_timeout_ms=1_500,
         operation_timeout_ms=400,
-        rest_ms=50,
+        retry_backoff_ms=50,
         digest_interval=rng.choice((1, 8)),
         slot_quantum_ms=int(host_bytes in TURNS_AT_BYTES),
     )

@@ -17,12 +17,12 @@ from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.jobs import InlineJobs, Jobs
 from loradock.engine.models.binding import bind_lora
-from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.image_inputs import position_offsets
 from loradock.engine.models.image_processor import ProcessedPrompt, load_processor
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.tokenization import prompt_tokens
-from loradock.engine.models.vision.image_inputs import position_offsets
 from loradock.engine.parallel import SINGLE, ParallelGroup
 from loradock.engine.punica import LoRAMapping
 from loradock.engine.residency.staging import stage

@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from loradock.engine.adapters import LoRAModel, read_adapter
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import choose_kernels
-from loradock.engine.models.caches.row_cache import RowCache
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.row_cache import RowCache
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.staging import Blob, stage

@@ -18,8 +18,8 @@ from tests.support.engine.engine_bench import PROMPT, EngineBench
 from tests.support.waiting import PAUSE_S, wait_until
 
 LIMITS = Limits(
-    slots_max=4,
-    host_adapters_max=8,
+    max_loras=4,
+    max_cpu_loras=8,
     host_bytes_max=1 << 24,
     pinned_bytes_max=1 << 24,
     device_bytes_max=1 << 20,

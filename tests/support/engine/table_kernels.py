@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from loradock.engine.kernels.block_attention import AttentionOptions, BlockOperands
 from loradock.engine.kernels.interface import Kernels
@@ -72,16 +71,19 @@ def _attend(
     attends = index <= blocks.firsts[:, None]
     if options.window:
         attends &= index > blocks.firsts[:, None] - options.window
-    shape = (len(places), len(query), query.shape[2])
-    grouped = query.transpose(0, 1).reshape(len(places), len(keys), -1, query.shape[2])
+    rows, heads, width = len(places), *query.shape[::2]
+    grouped = query.transpose(0, 1).reshape(rows, len(keys), -1, width)
     masked = [one[:, places].masked_fill(~attends[..., None], 0.0) for one in (keys, values)]
-    found = scaled_dot_product_attention(
-        grouped,
-        *(one.transpose(0, 1) for one in masked),
-        attn_mask=attends[:, None, None],
-        scale=options.scale,
-    )
-    y.copy_(found.reshape(shape))
+    own_keys, own_values = (one.transpose(0, 1) for one in masked)
+    scores = grouped @ own_keys.mT * (width**-0.5 if options.scale is None else options.scale)
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~attends[:, None, None], -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.view(1, len(keys), -1, 1).expand(rows, -1, -1, 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : places.shape[1]]
+    y.copy_((weights @ own_values).reshape(rows, heads, -1))
 
 
 def _linear(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float) -> None:

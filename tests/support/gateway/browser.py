@@ -25,10 +25,6 @@ class Visit:
         page.on("pageerror", lambda error: self.messages.append(str(error)))
         page.on("request", lambda request: self.addresses.append(request.url))
 
-    def chips(self, state: str) -> Any:
-        """Return the names in the column of a state."""
-        return self.page.locator(f"ul[aria-label='Adapters in {state}'] button").all_inner_texts()
-
     def keep_picture(self, name: Any) -> None:
         """Write a picture of the page where CI keeps its artefacts."""
         if folder := os.environ.get("LORADOCK_ARTIFACTS"):

@@ -93,8 +93,10 @@ SERVED_FAMILIES = {
 }
 """Titles of the families whose whole models are compared with PEFT."""
 
-SPLIT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
-"""Families with a tensor-parallel plan, which are compared with PEFT on two ranks."""
+SPLIT_FAMILIES = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+)
+"""Families that are split over ranks, and compared with PEFT on two of them."""
 
 MODULES = {
     "mixtral": MixtralExperts,

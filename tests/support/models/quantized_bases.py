@@ -18,7 +18,7 @@ from loradock.engine.adapters import LoRARequest
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
 from loradock.engine.models.loading import load_model
-from loradock.engine.models.quantization import loading_options
+from loradock.engine.models.saved_settings import loading_options
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error

@@ -19,8 +19,8 @@ from loradock.engine.kernels import choose_kernels
 from loradock.engine.layers import wrapper_of, wrappers_for
 from loradock.engine.layers.expert_layout import ParallelExperts
 from loradock.engine.layers.experts import ExpertsWithLoRA, FusedMoE3DWithShardedLoRA
-from loradock.engine.models.caches.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
@@ -255,14 +255,6 @@ def dummy(group: ParallelGroup, kind: str, scheme: str, is_mixed: bool) -> dict[
     return run_dummy(split, config, RANK_MAX - 1)
 
 
-def refusal(group: ParallelGroup, family: str) -> str:
-    try:
-        shard_model(make_model(family), group, torch.device("cpu"))
-    except ModelRefused as error:
-        return str(error)
-    return "not refused"
-
-
 def refusals(group: ParallelGroup) -> list[str]:
     """Return the errors of experts that can't be shared evenly, whole or by columns."""
     errors = []
@@ -279,9 +271,7 @@ def refusals(group: ParallelGroup) -> list[str]:
     return errors
 
 
-CASES = {
-    case.__name__: case for case in (layer, collectives, model, dummy, uneven, refusal, refusals)
-}
+CASES = {case.__name__: case for case in (layer, collectives, model, dummy, uneven, refusals)}
 
 if __name__ == "__main__":
     serve(CASES)

@@ -31,8 +31,8 @@ TINY = ROOT / "examples" / "tiny"
 ADAPTERS = tuple(sorted(path.name for path in (TINY / "adapters").iterdir()))
 
 LIMITS = Limits(
-    slots_max=3,
-    host_adapters_max=6,
+    max_loras=3,
+    max_cpu_loras=6,
     host_bytes_max=32 << 20,
     pinned_bytes_max=32 << 20,
     device_bytes_max=8 << 20,
@@ -121,7 +121,7 @@ def engine(
         connect=endpoint(directory, "engine.sock"),
         model=str(model),
         adapter_roots=tuple(map(str, roots)),
-        max_loras=limits.slots_max,
+        max_loras=limits.max_loras,
         device_bytes_max=limits.device_bytes_max,
         **engine_keys(directory),
     )

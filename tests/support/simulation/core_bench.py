@@ -25,7 +25,7 @@ class CoreBench(Deployment):
 
     def __init__(self, slots: int = 2, *, engine: bool = True, **limits: int) -> None:
         self.request_count = 0
-        bounds = {"slots_max": slots, "host_adapters_max": 5, **AMPLE_BUDGETS, **limits}
+        bounds = {"max_loras": slots, "max_cpu_loras": 5, **AMPLE_BUDGETS, **limits}
         files = {name: Content(f"content of {name}", 10, 10) for name in NAMES}
         super().__init__(Limits(**bounds), files)
         if engine:

@@ -204,7 +204,7 @@ class Deployment:
             f"engine-{self.engines}",
             self.limits,
             self.files,
-            self.limits.slots_max,
+            self.limits.max_loras,
             self.limits.device_bytes_max,
             **contents,
         )
@@ -301,7 +301,7 @@ class Deployment:
                 return
             if world.pending_requests or (world.demoting and backing_off):
                 # Long enough to end backoffs, too short for the requests' deadlines.
-                self.advance(self.limits.rest_ms)
+                self.advance(self.limits.retry_backoff_ms)
         raise AssertionError(
             f"after {rounds} rounds {world.pending_requests} wait, {world.operations} run"
         )

@@ -41,7 +41,7 @@ class SimulatedEngine:
     engine_id: str
     limits: Limits
     files: Files
-    slots_max: int
+    max_loras: int
     device_bytes_max: int
     adapters: dict[int, EngineAdapter] = field(default_factory=dict)
     running: dict[int, RunningOperation] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class SimulatedEngine:
             self.engine_id,
             1,
             "model",
-            self.slots_max,
+            self.max_loras,
             self.device_bytes_max,
             max(self.seen, default=0),
             tuple(sorted(self.running)),
@@ -150,7 +150,7 @@ class SimulatedEngine:
 
     def _begin_write(self, command: commands.WriteSlot, operation: RunningOperation) -> None:
         self._require(command.adapter_id, PINNED)
-        assert 0 <= command.slot < self.slots_max, f"{command}: there are {self.slots_max} slots"
+        assert 0 <= command.slot < self.max_loras, f"{command}: there are {self.max_loras} slots"
         assert command.slot not in self._slots_taken(), f"{command}: the slot is taken"
         assert command.generation not in self.generations_seen, f"{command}: generation again"
         older = [a.generation for a in self.adapters.values() if a.slot == command.slot]
@@ -322,10 +322,10 @@ class SimulatedEngine:
     def _require_budgets(self, before: dict[str, int]) -> None:
         used, limits = self.usage(), self.limits
         bounds = {
-            "host_places": limits.host_adapters_max,
+            "host_places": limits.max_cpu_loras,
             "host": limits.host_bytes_max,
             "pinned": limits.pinned_bytes_max,
-            "slots": min(limits.slots_max, self.slots_max),
+            "slots": min(limits.max_loras, self.max_loras),
             "device": min(limits.device_bytes_max, self.device_bytes_max),
         }
         for what, bound in bounds.items():

@@ -111,6 +111,7 @@ _HELD = reports.InventoryAdapter(
     warnings=("layer 3 has no tensors",),
 )
 _TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+_CLIENT = "key-1"
 _SAMPLING = Sampling(
     *(64, 0.75, 40, 0.9, 12345, ("\n\n", "###")),
     *(0.05, 0.5, -0.25, 1.1, ((7, -3.5),), 2, (3, 4), True, True),
@@ -136,10 +137,12 @@ EXAMPLES: dict[type, Any] = {
         requests.EvictAdapter("r-7", "tenant-17", 1500),
         requests.RemoveAdapter("r-8", "tenant-17", True, 1500),
         requests.ActivateBatch("r-9", ("tenant-17", "b.2", "_c"), 1500),
-        requests.Generate("r-10", "tenant-17", "Grüße, 世界", _SAMPLING, 60_000, -1, _TRACE),
+        requests.Generate(
+            "r-10", "tenant-17", "Grüße, 世界", _SAMPLING, 60_000, -1, _TRACE, _CLIENT
+        ),
         requests.CancelGeneration("r-11", "r-10"),
-        requests.Embed("r-16", "tenant-17", _INPUTS, 60_000, _TRACE, _TRUNCATION, 256),
-        requests.Classify("r-17", "tenant-17", _INPUTS, 60_000, _TRACE, _TRUNCATION),
+        requests.Embed("r-16", "tenant-17", _INPUTS, 60_000, _TRACE, _TRUNCATION, 256, _CLIENT),
+        requests.Classify("r-17", "tenant-17", _INPUTS, 60_000, _TRACE, _TRUNCATION, _CLIENT),
         requests.ListAdapters("r-12", "tenant-17", 5, 50),
         requests.ShowAdapter("r-13", "tenant-17"),
         requests.ShowStatus("r-14", True),
@@ -224,9 +227,9 @@ EXAMPLES: dict[type, Any] = {
         commands.ResetSlot(6, 3, 9),
         commands.DropWeights(7, 5),
         commands.SetMapping(8, (commands.SlotRef(3, 9), commands.SlotRef(-1, 0))),
-        commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING, -1, _TRACE),
+        commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING, -1, _TRACE, _CLIENT),
         commands.StartPooling(
-            *(11, "r-17", 5, 3, 9, "classify", _INPUTS, _TRACE, _TRUNCATION, 256)
+            *(11, "r-17", 5, 3, 9, "classify", _INPUTS, _TRACE, _TRUNCATION, 256, _CLIENT)
         ),
         commands.StopGeneration(10, 9),
         commands.PreemptSlot(12, 3, 9),

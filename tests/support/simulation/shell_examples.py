@@ -172,7 +172,7 @@ class StandInEngine:
     details with which checks of adapters fail. `statistics` are sent with each beat.
     """
 
-    def __init__(self, directory: Path, engine_id: str, pid: int, slots_max: int = 3) -> None:
+    def __init__(self, directory: Path, engine_id: str, pid: int, max_loras: int = 3) -> None:
         self.engine_id = engine_id
         self.delayed: set[type] = set()
         self.paused = False
@@ -182,7 +182,7 @@ class StandInEngine:
         self.refused: dict[str, tuple[str, tuple[str, ...]]] = {}
         self.inventory_requests = self.beats = 0
         self.statistics = EngineStatistics()
-        self._pid, self._slots_max = pid, slots_max
+        self._pid, self._max_loras = pid, max_loras
         self.adapters: dict[int, reports.InventoryAdapter] = {}
         self._last_op = 0
         self._seen: set[int] = set()
@@ -294,7 +294,7 @@ class StandInEngine:
             engine_id=self.engine_id,
             pid=self._pid,
             model="stand-in",
-            slots_max=self._slots_max,
+            max_loras=self._max_loras,
             device_bytes_max=8 << 20,
             last_op=self._last_op,
             running=tuple(self.running),

@@ -36,15 +36,15 @@ def small_limits(
     """Return limits that are reached soon, with timeouts that are reached only by a move."""
     host, pinned, device = budgets
     return Limits(
-        slots_max=slots,
-        host_adapters_max=slots + more_on_host,
+        max_loras=slots,
+        max_cpu_loras=slots + more_on_host,
         host_bytes_max=host,
         pinned_bytes_max=pinned,
         device_bytes_max=device,
         request_timeout_ms=3_000_000,
         generation_timeout_ms=3_000_000,
         operation_timeout_ms=1_000_000,
-        rest_ms=1,
+        retry_backoff_ms=1,
         slot_quantum_ms=quantum_ms,
     )
 
@@ -127,7 +127,7 @@ class Workload:
         content = self.files[path]
         adapters = {
             number: EngineAdapter(number, path, path, content, "gpu-slot", True, slot, slot + 3)
-            for slot, number in enumerate(ids[: self.deployment.limits.slots_max])
+            for slot, number in enumerate(ids[: self.deployment.limits.max_loras])
         }
         running = {}
         if is_running:

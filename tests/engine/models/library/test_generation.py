@@ -68,9 +68,10 @@ class Misread(LlamaForCausalLM):
     """Its own loop keeps the state in one place, and returns it under a name that it ignores."""
 
     def _prepare_cache_for_generation(
-        self, generation_config: object, model_kwargs: dict[str, Any], *_: object, **__: object
+        self, generation_config: Any, model_kwargs: dict[str, Any], *_: object, **__: object
     ) -> None:
-        model_kwargs[CACHE] = OwnCache()
+        if generation_config.use_cache:
+            model_kwargs[CACHE] = OwnCache()
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *_: object, **__: object
