@@ -13,13 +13,14 @@ CORE_TESTS := tests/controller/core tests/controller/states
 ONLY   ?=
 ROOM   ?=
 SEED   ?=
+STAGES ?=
 N      ?= 20000
 STEPS  ?= 200
 DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu rehearse replay sim sim-bugs histories diagrams options supported parity matrix walk rules coverage clean
+.PHONY: $(shell grep -ohE '^[a-z][a-z-]*:' $(MAKEFILE_LIST) | tr -d :)
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -83,9 +84,16 @@ soak: $(STAMP)  ## run a server under load and print what grows (MINUTES=60)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak \
 	  --minutes $(or $(MINUTES),$(and $(HOURS),$(shell echo $$((60 * $(HOURS))))),60)
 
+hostile-load: $(STAMP)  ## print by how many ms hostile HTTP clients delay others (SECONDS=5)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hostile --seconds $(or $(SECONDS),5)
+
 disturb: $(STAMP)  ## kill, stop and step the clock of real processes under load (DISTURBANCES=10000)
 	OMP_NUM_THREADS=1 LORADOCK_DISTURBANCES=$(or $(DISTURBANCES),10000) \
 	  $(BIN)/python -m pytest tests/controller/server/test_server_crashes.py -p no:xdist
+
+disturb-stack: $(STAMP)  ## disturb a whole server under HTTP and native load (ROUNDS=100)
+	OMP_NUM_THREADS=1 LORADOCK_ROUNDS=$(or $(ROUNDS),100) \
+	  $(BIN)/python -m pytest tests/integration/test_disturbed_stack.py -s -p no:xdist
 
 fuzz: $(STAMP)  ## send requests made from the OpenAPI document to a gateway
 	$(PYTHON) -m venv $(VENV)-fuzz
@@ -121,8 +129,8 @@ rehearse: $(STAMP)  ## run the engine on a simulated CUDA device, and print a de
 	  tests/rehearsal tests/integration/test_engine_gpu.py
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearse
 
-gpu: $(STAMP)  ## run the tests and benchmarks that need a CUDA device
-	$(BIN)/python -m benchmarks.gpu
+gpu: $(STAMP)  ## what needs a CUDA device: smoke, step, kernels, tune, tests (STAGES="smoke step")
+	$(BIN)/python -m benchmarks.gpu $(STAGES)
 
 replay: $(STAMP)  ## replay the demo's log and compare its digests (DIR=...)
 	$(BIN)/loradock --dir $(DIR) replay
@@ -143,6 +151,9 @@ diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 
 wire: $(STAMP)  ## write the messages of docs/wire.md
 	$(BIN)/python -m tests.wire_format
+
+damages: $(STAMP)  ## write the table of damaged logs in docs/operating.md
+	$(BIN)/python -m tests.support.simulation.log_damages
 
 options: $(STAMP)  ## write docs/options.md
 	$(BIN)/python -m tests.option_page

@@ -18,8 +18,8 @@ from loradock.engine.adapters.lora_model import LoRAModel
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.layout import blob_bytes, columns_of_one_adapter
-from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.staging import stage
@@ -61,7 +61,7 @@ class Bench:
         self.model.bind(self.arena, self.punica)
         self.ids = list(range(1, adapters + 1))
         for slot, id_ in enumerate(self.ids):
-            blob = stage(self._adapter(id_), shapes, torch.float32, pin=False)
+            blob = stage(self._adapter(id_), shapes, torch.float32)
             self.arena.begin_write(slot, 1, blob)
             self.arena.finish_write(slot)
 

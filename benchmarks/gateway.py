@@ -58,11 +58,11 @@ def run() -> Iterator[Figure]:
     """Measure every figure of the group."""
     with tempfile.TemporaryDirectory(prefix="ld-") as name, _served(Path(name)) as port:
         yield from asyncio.run(_streams(Path(name), port))
-    with tempfile.TemporaryDirectory(prefix="ld-") as name, _stand_in(Path(name), 10) as gateway:
+    with tempfile.TemporaryDirectory(prefix="ld-") as name, stand_in(Path(name), 10) as gateway:
         yield asyncio.run(_requests(gateway.port))
         yield asyncio.run(_memory(gateway))
     with tempfile.TemporaryDirectory(prefix="ld-") as name:  # noqa: SIM117 - too long for a line
-        with _stand_in(Path(name), ADAPTERS) as gateway:
+        with stand_in(Path(name), ADAPTERS) as gateway:
             yield asyncio.run(_scrape(gateway.port))
 
 
@@ -113,7 +113,7 @@ async def _load_adapter(directory: Path) -> None:
 
 
 @contextmanager
-def _stand_in(directory: Path, adapters: int) -> Iterator[_Gateway]:
+def stand_in(directory: Path, adapters: int) -> Iterator[_Gateway]:
     """Run a gateway in front of a stand-in."""
     (directory / "run").mkdir()
     port = free_port()
@@ -201,7 +201,7 @@ async def _requests(port: int) -> Figure:
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "benchmarks.bare_endpoint", str(bare_port)]
         with _process(command, Path(name) / "bare.err"):
-            request = post(PATH, _body_of_stand_in())
+            request = post(PATH, _body_ofstand_in())
             await _wait_until_open(bare_port)
             served, bare = await connections(port, STREAMS), await connections(bare_port, STREAMS)
             pairs = [
@@ -220,7 +220,7 @@ async def _requests(port: int) -> Figure:
     )
 
 
-def _body_of_stand_in() -> bytes:
+def _body_ofstand_in() -> bytes:
     return msgspec.json.encode({"model": "adapter-000001", "prompt": "hello", "max_tokens": 4})
 
 
@@ -259,7 +259,7 @@ async def _memory(gateway: _Gateway) -> Figure:
 
 async def _scrape(port: int) -> Figure:
     scraper, other = await connections(port, 2)
-    request = post(PATH, _body_of_stand_in())
+    request = post(PATH, _body_ofstand_in())
     quiet = await seconds(other, request, REQUESTS // 3)
     task = asyncio.create_task(_scrape_repeatedly(scraper))
     busy = await seconds(other, request, REQUESTS // 3)

@@ -199,12 +199,12 @@ def cliff(engine: ServedEngine, prompts: Prompts) -> Figure:
     )
 
 
-def cliffs(shape: Shape, quanta_ms: Sequence[int]) -> Iterator[Figure]:
-    """Measure `cliff` with different turns of adapters."""
+def cliffs(shape: Shape, turns: Sequence[int]) -> Iterator[Figure]:
+    """Measure `cliff` with different turns of adapters, in tokens."""
     prompts = Prompts(shape.vocabulary)
     with model_files(shape) as root:
-        for quantum_ms in quanta_ms:
-            with served_engine(root, shape, RANK, quantum_ms=quantum_ms) as engine:
+        for tokens in turns:
+            with served_engine(root, shape, RANK, turn_tokens=tokens) as engine:
                 yield cliff(engine, prompts)
 
 
@@ -230,7 +230,7 @@ def main() -> None:
         "--cliff",
         type=int,
         nargs="+",
-        metavar="MS",
+        metavar="TOKENS",
         help="measure serve.cliff alone, with each of these turns of adapters",
     )
     arguments = parser.parse_args()

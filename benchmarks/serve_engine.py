@@ -26,7 +26,7 @@ from benchmarks.serve_load import (
 )
 from loradock.controller.core.actions import SendCommand, SendReply, SetTimer
 from loradock.controller.core.controller import Controller
-from loradock.controller.core.limits import SLOT_QUANTUM_MS, Limits
+from loradock.controller.core.limits import TURN_TOKENS_DEFAULT, Limits
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.models.loading import load_model
 from loradock.engine.worker.engine import Engine
@@ -78,7 +78,7 @@ class MeasuredLoad(NamedTuple):
 class ServedEngine:
     """An engine with `ADAPTERS` slots, and all adapters of the load staged."""
 
-    def __init__(self, config: EngineConfig, lora: LoRAConfig, quantum_ms: int) -> None:
+    def __init__(self, config: EngineConfig, lora: LoRAConfig, turn_tokens: int) -> None:
         model = load_model(config, lora)
         self._engine = Engine(model, config, lora, "benchmark")
         self._core = Controller(
@@ -88,7 +88,7 @@ class ServedEngine:
                 request_timeout_ms=_NO_TIMEOUT_MS,
                 generation_timeout_ms=_NO_TIMEOUT_MS,
                 operation_timeout_ms=_NO_TIMEOUT_MS,
-                slot_quantum_ms=quantum_ms,
+                turn_tokens=turn_tokens,
             )
         )
         self._payloads: dict[RequestId, tuple[tuple[int, ...], Sampling]] = {}
@@ -214,14 +214,14 @@ def served_engine(
     shape: Shape,
     rank_max: int,
     slots: int = ADAPTERS,
-    quantum_ms: int = SLOT_QUANTUM_MS,
+    turn_tokens: int = TURN_TOKENS_DEFAULT,
 ) -> Iterator[ServedEngine]:
     """Serve the files below `root`, whose model has `shape`."""
     lora = LoRAConfig(max_lora_rank=rank_max, max_loras=slots, max_cpu_loras=64)
     config = EngineConfig(
         root / "model", (root,), max_num_seqs=CLIENTS + 1, kv_cache_bytes=shape.cache_bytes
     )
-    served = ServedEngine(config, lora, quantum_ms)
+    served = ServedEngine(config, lora, turn_tokens)
     try:
         yield served
     finally:

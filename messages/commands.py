@@ -4,6 +4,10 @@ The controller reserves capacity before it sends an operation. Every operation i
 one report with its `op`, and the engine does not execute an `op` twice.
 """
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from loradock.messages.base import Message, Value
 from loradock.messages.ids import (
     AdapterId,
@@ -76,14 +80,16 @@ class ResetSlot(_Command, frozen=True):
 
 
 class PreemptSlot(_Command, frozen=True):
-    """Suspend the generations that use a slot, and reset it.
+    """Suspend the generations that use a slot at the end of their turn, and reset it.
 
-    They keep their place and what they have generated, and continue with `ResumeGeneration`. The
-    engine waits until the one that began first has generated a token since the slot was written.
+    They keep their place and what they have generated, and continue once their adapter is in a slot
+    again. Since the slot was written, the one that began first must have generated a token, and one
+    of them `tokens`.
     """
 
     slot: Slot
     generation: Generation
+    tokens: Annotated[int, Meta(ge=0, le=65_536)] = 0
 
 
 class DropWeights(_Command, frozen=True):
@@ -148,7 +154,10 @@ class StopGeneration(_Command, frozen=True):
 
 
 class ResumeGeneration(_Command, frozen=True):
-    """Continue the suspended generation of operation `target` with its adapter in this slot."""
+    """Continue the suspended generation of operation `target` with its adapter in this slot.
+
+    An engine does so when the slot is written; this is for what it did not know then.
+    """
 
     target: OpId
     slot: Slot

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 Unit = Literal["", "bytes", "seconds"]
-"""Unit of a number. Sizes may be written with a unit, and `_ms` fields are set in seconds."""
+"""Unit of a number. Sizes can be written with a unit, and `_ms` fields are set in seconds."""
 
 ENVIRONMENT_PREFIX: Final = "LORADOCK_"
 
@@ -34,6 +34,7 @@ class Declaration(Struct, frozen=True):
     metavar: str = ""
     unit: Unit = ""
     choices: tuple[Any, ...] = ()
+    names: tuple[tuple[str, int], ...] = ()
     default: Any = None
     panel: str = ""
     is_common: bool = False
@@ -46,10 +47,10 @@ def option(
     """Return the annotation of an option's field; `more` are fields of `Declaration`.
 
     `ge` and `le` bound the value, in the unit of the field. `default`: what a command uses if it
-    differs from the field's. `flags`: all names if there are several, between commas, or with a
-    slash before the name that switches off. `former`: the flag of earlier versions, which errors
-    correct. `is_common`: shown by `--help`, not only by
-    `--help-all`. A secret has no environment variable.
+    differs from the field's. `names`: the numbers that can be set, by their names. `flags`: all
+    names if there are several, between commas, or with a slash before the name that switches off.
+    `former`: the flag of earlier versions, which errors correct. `is_common`: shown by `--help`,
+    not only by `--help-all`. A secret has no environment variable.
     """
     return Meta(description=help_, ge=ge, le=le, extra={"option": Declaration(**more)})
 
@@ -75,6 +76,7 @@ class Option(Struct, frozen=True):
     metavar: str
     unit: Unit
     choices: tuple[Any, ...]
+    names: tuple[tuple[str, int], ...]
     panel: str
     ge: int | float | None
     le: int | float | None
@@ -96,7 +98,10 @@ class Option(Struct, frozen=True):
             return self._pairs(value or ()) or (None if self.is_optional else {})
         if self.is_repeated:
             return tuple(value or ()) or (None if self.is_optional else ())
-        if self.unit == "bytes":
+        if self.names:
+            # An unknown name is no integer, so it is a problem.
+            value = dict(self.names).get(value, value)
+        elif self.unit == "bytes":
             value = parse_size(str(value))
         elif self.is_scaled:
             value = round(1000 * float(value))
@@ -106,7 +111,7 @@ class Option(Struct, frozen=True):
 
     def parse_text(self, text: str) -> Any:
         """Return the field's value for `text`; raises `ValueError`."""
-        if self.kind is int and self.unit != "bytes":
+        if self.kind is int and self.unit != "bytes" and not self.names:
             try:
                 return self.parse(float(text) if self.is_scaled else int(text))
             except (ValueError, OverflowError) as error:
@@ -153,8 +158,9 @@ class Option(Struct, frozen=True):
     @property
     def needed(self) -> str:
         """Description of the allowed values, for an error: `an integer from 1 to 1024`."""
-        if self.choices:
-            return f"one of {', '.join(map(str, self.choices))}"
+        if self.choices or self.names:
+            allowed = self.choices or dict(self.names)
+            return f"one of {', '.join(map(str, allowed))}"
         if self.kind is bool:
             return "true or false"
         if self.kind is str:
@@ -176,6 +182,8 @@ class Option(Struct, frozen=True):
         """Return a field's value for people: `4 GiB`, `0.25 s`, `on`; empty for no value."""
         if value is None or value in ((), {}, "") or isinstance(value, bool):
             return "on" if value is True else ""
+        if self.names:
+            return next((name for name, number in self.names if number == value), str(value))
         if self.unit == "bytes":
             return format_size(value)
         if self.unit == "seconds":
@@ -245,6 +253,7 @@ def _option(
         metavar=metavar,
         unit=extra.unit,
         choices=extra.choices or (get_args(kind) if get_origin(kind) is Literal else ()),
+        names=extra.names,
         panel=extra.panel or getattr(owner, "PANEL", "Options"),
         ge=next((meta.ge for meta in metas if meta.ge is not None), None),
         le=next((meta.le for meta in metas if meta.le is not None), None),
@@ -268,8 +277,8 @@ def check_options(
 ) -> None:
     """Raise `ValueError` if a field has a wrong type, exceeds a bound or is not a choice.
 
-    `owner`: the class that declares the options, by default that of `config`; `fields`: the fields
-    to check, by default all.
+    `owner`: the class that declares the options, by default the class of `config`; `fields`: the
+    fields to check, by default all.
     """
     for found in options_of(owner or type(config)):
         if fields is None or found.field in fields:

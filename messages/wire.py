@@ -51,7 +51,7 @@ T = TypeVar("T")
 class WireError(Exception):
     """Bytes that are not a message of this channel; always `L012`.
 
-    `request_id` is that of the frame's first request, empty if it can't be read.
+    `request_id` is the id of the frame's first request, empty if it can't be read.
     """
 
     code = ErrorCode.MALFORMED
@@ -116,15 +116,18 @@ Body = memoryview | Raw
 class ReceivedRequests(msgspec.Struct, frozen=True, gc=False):
     """A frame of a client: its token, its requests, and refusals of those that can't be read.
 
+    `epoch` is the controller's start that the frame was sent to, 0 if the client does not say it.
     `bodies` are the bytes of `requests`, in the same order.
     """
 
+    epoch: Epoch
     token: bytes
     requests: Sequence[Request]
     bodies: Sequence[Body]
     refused: tuple[Refused, ...] = ()
 
 
+_EPOCH: Final = slice(4, 12)
 _TOKEN: Final = slice(_HEADER.size, _HEADER.size + TOKEN_BYTES)
 _BODY: Final = slice(_TOKEN.stop, None)
 
@@ -159,7 +162,7 @@ class BatchChannel(Channel[tuple[T, ...]]):
 
 
 class RequestChannel(BatchChannel[Request]):
-    """Requests, of which only a `Generate` may be long, by its images, and only alone in a frame.
+    """Requests, of which only a `Generate` can be long, by its images, and only alone in a frame.
 
     No other request is decoded from a long frame: arrays take many times their bytes in memory.
     """
@@ -182,7 +185,7 @@ class RequestChannel(BatchChannel[Request]):
         return request
 
     def check_body(self, body: bytes) -> None:
-        """Raise an error of `decode` for a request that can't be read in a frame of its own."""
+        """Raise an error of `decode` for a request that can't be read alone in a frame."""
         if _BODY.start + 1 + len(body) > FRAME_BYTES_MAX:
             self.decode(self.join_for(NO_TOKEN, (body,)))
         else:
@@ -200,12 +203,13 @@ class RequestChannel(BatchChannel[Request]):
 
         Those that can't be read are refused, under their own ids if these can be read.
         """
+        epoch = int.from_bytes(frame[_EPOCH])
         token, body = frame[_TOKEN], memoryview(frame)[_BODY]
         is_short = len(frame) <= FRAME_BYTES_MAX and frame[:4] == self.prefix
         try:
             # The hot path of requests: `decode` also reads the header's numbers.
             requests = self._decode_short(body) if is_short else self.decode(frame).message
-            return ReceivedRequests(token, requests, self._bodies(body))
+            return ReceivedRequests(epoch, token, requests, self._bodies(body))
         except (WireError, *_UNREADABLE):
             if len(frame) > self.bytes_max or frame[:4] != self.prefix:
                 raise
@@ -213,14 +217,18 @@ class RequestChannel(BatchChannel[Request]):
                 bodies = self._split(body)
             except _UNREADABLE as error:
                 raise WireError(f"not a {self.name}: {error}", _first_id(body)) from error
-        return self._read_each(token, [memoryview(raw) for raw in bodies], len(frame))
+        found = self._read_each([memoryview(raw) for raw in bodies], len(frame))
+        return ReceivedRequests(epoch, token, *found)
 
     def _bodies(self, body: memoryview) -> Sequence[Body]:
         """Return the bytes of each request of a frame that can be decoded."""
         bodies: Sequence[Body] = (body[1:],) if body[0] == _ONE_ELEMENT else self._split(body)
         return bodies
 
-    def _read_each(self, token: bytes, bodies: list[memoryview], size: int) -> ReceivedRequests:
+    def _read_each(
+        self, bodies: list[memoryview], size: int
+    ) -> tuple[tuple[Request, ...], list[memoryview], tuple[Refused, ...]]:
+        """Return the requests that can be read, their bytes, and refusals of the others."""
         readable: list[tuple[Request, memoryview]] = []
         refused = []
         for body in bodies:
@@ -232,7 +240,7 @@ class RequestChannel(BatchChannel[Request]):
                 text = str(error) if isinstance(error, WireError) else f"not a request: {error}"
                 refused.append(Refused(_id_of(body), ErrorCode.MALFORMED, text))
         requests = tuple([request for request, _ in readable])
-        return ReceivedRequests(token, requests, [body for _, body in readable], tuple(refused))
+        return requests, [body for _, body in readable], tuple(refused)
 
     def _read(self, body: memoryview) -> tuple[Request, ...]:
         body = body[TOKEN_BYTES:]

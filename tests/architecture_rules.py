@@ -62,7 +62,7 @@ ROOMS: Final = (
     _package(
         "cli",
         "processes messages controller.core controller.log controller.server "
-        "client gateway.options",
+        "client gateway.options gateway.web",
         "msgspec rich structlog typer",
     ),
     _package(
@@ -74,7 +74,7 @@ ROOMS: Final = (
     # It joins all commands.
     Room("cli.main", ("cli.main",), ("messages", "cli", "cli.serve", "client"), ("typer",)),
     # The engine, from the ground up.
-    _package("engine", "messages.errors messages.engine_options messages.options", "torch"),
+    _package("engine", "messages.errors messages.engine_options messages.options", "msgspec torch"),
     # The only one that imports transformers.
     _package("engine.models.library", "engine", "torch transformers"),
     _package(
@@ -148,10 +148,11 @@ ROOMS: Final = (
         ("messages", "gateway", "gateway.http", "gateway.adapters"),
         ("prometheus_client", "starlette"),
     ),
+    _package("gateway.web", "messages", "msgspec"),
     Room(
         "gateway.page",
         ("gateway.page", "gateway.rates"),
-        ("messages", "client", "gateway", "gateway.http", "gateway.adapters"),
+        ("messages", "client", "gateway", "gateway.web", "gateway.http", "gateway.adapters"),
         ("msgspec", "starlette"),
     ),
     _package(

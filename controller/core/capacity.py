@@ -169,7 +169,7 @@ def find_victim(
     for accepts in kinds:
         for group in [(state,) for state in states] if context.state_by_state else [states]:
             candidates = _candidates(context, group, tier, missing, accepts)
-            if accepts is _is_only_leased and context.limits.slot_quantum_ms:
+            if accepts is _is_only_leased and context.limits.takes_turns:
                 candidates = iter(sorted(candidates, key=attrgetter("state_since_ns")))
             victim = context.policy(candidates)
             if victim is not None:

@@ -10,7 +10,11 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from loradock.controller.core.answers import WindowBounds
-from loradock.messages.engine_options import DEVICE_BYTES_DEFAULT
+from loradock.messages.engine_options import (
+    DEVICE_BYTES_DEFAULT,
+    PINNED_BYTES_DEFAULT,
+    MaxLoras,
+)
 from loradock.messages.options import option
 
 RULES = 4
@@ -41,8 +45,11 @@ FIXED = ("max_loras", "device_bytes_max")
 """The limits that an engine is started with; the others can change while it runs."""
 
 
-SLOT_QUANTUM_MS: Final = 250
-"""The `slot_quantum_ms` of servers that are started without one."""
+TURNS: Final = (("none", 0), ("latency", 8), ("balanced", 24), ("throughput", 64))
+"""The tokens of an adapter's turn in a slot, by the goal that an operator states."""
+
+TURN_TOKENS_DEFAULT: Final = dict(TURNS)["balanced"]
+"""The `turn_tokens` of servers that are started without a goal."""
 
 
 class LimitsError(ValueError):
@@ -54,15 +61,7 @@ class Limits(Struct, frozen=True):
 
     PANEL: ClassVar = "Bounds"
 
-    max_loras: Annotated[
-        int,
-        Meta(ge=1, le=65_536),
-        option(
-            "Device slots: the largest number of different adapters in one batch.",
-            former="--slots",
-            is_common=True,
-        ),
-    ] = field(default=8, name="slots_max")
+    max_loras: MaxLoras = field(default=8, name="slots_max")
     max_cpu_loras: Annotated[
         Count,
         option(
@@ -82,11 +81,11 @@ class Limits(Struct, frozen=True):
     pinned_bytes_max: Annotated[
         SizeBytes,
         option(
-            "Host memory for staged adapters and those in slots; page-locked if the device is a "
-            "CUDA device.",
+            "Host memory for staged adapters and those in slots; page-locked and reserved at start "
+            "if the device is a CUDA device.",
             unit="bytes",
         ),
-    ] = 4 * _GIB
+    ] = PINNED_BYTES_DEFAULT
     device_bytes_max: Annotated[
         SizeBytes,
         option(
@@ -152,16 +151,29 @@ class Limits(Struct, frozen=True):
         Count,
         option("Records between two digests of the state in the log, which a replay compares."),
     ] = 1024
-    slot_quantum_ms: Annotated[
-        QuantumMs,
+    slot_quantum_ms: QuantumMs = 0
+    """The turns of earlier versions, which their logs are replayed with: those had a time."""
+    turn_tokens: Annotated[
+        int,
+        Meta(ge=0, le=65_536),
         option(
-            "How long an adapter keeps its slot while others wait for one; its running generations "
-            "pause then and continue when it is its turn again. 0: until they end.",
-            unit="seconds",
-            default=SLOT_QUANTUM_MS,
+            "How adapters take turns while more of them are used than there are slots: the "
+            "generations of one have 8 tokens each (latency), 24 (balanced) or 64 (throughput), "
+            "then they pause until its next turn. none: an adapter keeps its slot until its "
+            "generations have ended.",
+            flag="--turns",
+            former="--slot-quantum",
+            names=TURNS,
+            metavar="GOAL",
+            default=TURN_TOKENS_DEFAULT,
         ),
     ] = 0
     """Logs without this limit are of the rule that 0 stands for."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if generations leave their slots for adapters that wait."""
+        return bool(self.turn_tokens or self.slot_quantum_ms)
 
 
 LOGGED_NAMES: Final = dict(

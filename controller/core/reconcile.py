@@ -3,11 +3,12 @@
 It alone sends operations to the engine. An adapter has at most one operation in flight, and only
 that operation's report changes its state.
 
-Adapters that want a slot take turns. One that loses its slot waits since then, and one that never
-had it since its oldest request; the one that waits longest is next. While a request waits, every
-other adapter has at most one turn before it, because an adapter that gets a slot serves all its
-requests. With W adapters before it and S slots, neither held, it waits for at most ceil(W / S)
-turns.
+Adapters that want a slot take turns. An adapter that loses its slot waits since then, an adapter
+that never had it since its oldest request, and the longest wait is next. While a request waits,
+every other adapter has at most one turn before it, because an adapter that gets a slot serves all
+its requests. With W adapters before it and S slots, neither held, it waits for at most ceil(W / S)
+turns. A turn is one of tokens, which the engine counts: an adapter is ordered to leave its slot as
+soon as another waits, and the order says after how many tokens.
 """
 
 from collections.abc import Callable
@@ -40,6 +41,9 @@ from loradock.messages.ids import (
     AdapterState,
     RequestId,
 )
+
+FIRST_TOKEN_SHARE: Final = 4
+"""A turn has one of this many parts of its tokens while a request without a token waits."""
 
 
 def reconcile(context: Context) -> None:
@@ -104,7 +108,7 @@ def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
         elif RESIDENCY_LEVEL[target] > RESIDENCY_LEVEL[goal]:
             goal = target
     if lowest is not None:
-        # A removed version stays for nobody: what its name may become is another version.
+        # A removed version stays for nobody: its name can become another version's.
         goal = UNREGISTERED if adapter.retired and context.rules > 3 else lowest
     elif adapter.id in context.world.demoting:
         # It reaches its lower goal first and is promoted for these requests afterwards.
@@ -260,12 +264,14 @@ def _refuse_impossible_batch(context: Context) -> None:
 
 
 def _end_turns(context: Context) -> None:
-    """Preempt leased adapters that leave their slots for others and whose turns are over.
+    """Preempt leased adapters that leave their slots for others, at the end of their turns.
 
-    A turn begins when the slot is written. The timer is set to the end of the next turn.
+    A turn begins when the slot is written. With turns of time, the timer is set to the end of the
+    next one.
     """
     world = context.world
-    quantum_ns = context.limits.slot_quantum_ms * NANOS_PER_MS
+    tokens = _turn_tokens(context)
+    quantum_ns = 0 if tokens else context.limits.slot_quantum_ms * NANOS_PER_MS
     ends, since = [], world.seq
     leaving = [world.adapters[adapter_id] for adapter_id in world.demoting]
     for adapter in sorted(leaving, key=attrgetter("state_since_ns", "generation")):
@@ -275,13 +281,25 @@ def _end_turns(context: Context) -> None:
         if turn_end_ns > world.time_ns:
             ends.append(turn_end_ns)
         elif waiting.suspend(context, adapter, since):
-            # Those that are suspended by one input have an order too: that of their turns.
+            # Adapters that are suspended by one input have an order too: their turns'.
             since += 1
-            op = context.next_op()
-            _issue(context, commands.PreemptSlot(op, adapter.slot, adapter.generation), adapter)
+            place = (adapter.slot, adapter.generation)
+            order = commands.PreemptSlot(context.next_op(), *place, tokens)
+            _issue(context, order, adapter)
     if ends and not world.time_ns < world.turn_end_ns <= min(ends):
         world.turn_end_ns = min(ends)
         world.add_deadline(world.turn_end_ns, "turn", 0)
+
+
+def _turn_tokens(context: Context) -> int:
+    """Return the tokens of a turn: fewer if an adapter waits whose requests have no token yet.
+
+    0: turns have a time, or none are taken.
+    """
+    world, tokens = context.world, context.limits.turn_tokens
+    queue = world.queues.by_tier["device"]
+    has_new = any(not world.has_suspended(world.adapters[adapter_id]) for _, adapter_id in queue)
+    return -(-tokens // FIRST_TOKEN_SHARE) if has_new else tokens
 
 
 def _take_next_step(context: Context, adapter: Adapter) -> None:
@@ -465,13 +483,30 @@ def _admit_queued(context: Context) -> None:
     for tier, queue in world.queues.by_tier.items():
         while queue:
             adapter = world.adapters[queue[0][1]]
+            if tier == "device" and context.limits.turn_tokens:
+                adapter = _next_for_slot(context, adapter)
             if not capacity.fits(context, adapter, tier):
                 _make_room(context, tier)
-                if tier == "device" and context.limits.slot_quantum_ms:
+                if tier == "device" and context.limits.takes_turns:
                     _end_turns(context)
                 break
             context.leave_queue(adapter, world.adapters.get(context.departed))
             _enter(context, adapter, tier)
+
+
+def _next_for_slot(context: Context, first: Adapter) -> Adapter:
+    """Return the adapter that has the next slot: `first` in the queue, or the first new one.
+
+    Every other slot is for an adapter with a request that no token was generated of, if one waits:
+    first tokens don't wait for a turn of each suspended adapter.
+    """
+    world = context.world
+    if world.next_generation % 2 and not first.held:
+        for _, adapter_id in world.queues.by_tier["device"]:
+            adapter = world.adapters[adapter_id]
+            if not world.has_suspended(adapter) and capacity.fits(context, adapter, "device"):
+                return adapter
+    return first
 
 
 def _make_room(context: Context, tier: TierName) -> None:
@@ -490,7 +525,7 @@ def _make_room(context: Context, tier: TierName) -> None:
                 if requester.priority == PREFETCH_PRIORITY:
                     _release_goal(context, requester)
                 elif position == 0:
-                    # Holds that began after it queued may have made it impossible.
+                    # Holds that began after it queued can have made it impossible.
                     _refuse_impossible(context, requester, tier)
                 return
             freed = capacity.usage_of(victim, tier)
@@ -510,7 +545,7 @@ def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: s
     """Refuse the requests that wanted the adapter higher, and undo what was done for them alone.
 
     A held adapter keeps its goal and is tried again after a backoff, and so is one with suspended
-    generations for which there may be room later.
+    generations for which there can be room later.
     """
     resumes = MEANINGS[code].retryable and context.world.will_resume(adapter)
     is_above = RESIDENCY_LEVEL[adapter.goal] > RESIDENCY_LEVEL[adapter.state]

@@ -134,6 +134,8 @@ def _on_written(context: Context, adapter: Adapter) -> None:
 def _on_reset(context: Context, adapter: Adapter) -> None:
     slot = adapter.slot
     capacity.leave(context, adapter, "device")
+    if context.limits.turn_tokens:
+        waiting.wait_since_now(context, adapter)
     context.publish_if_current(adapter, events.AdapterDeactivated(adapter.name, slot))
 
 

@@ -2,10 +2,10 @@
 
 An accepted request is pending until it has ended, and a waiter of each adapter that is not ready
 for it. A hold lasts from its answer until it is released. A lease lasts as long as the operation
-that the engine runs for an inference or a batch. A generation may be suspended meanwhile: then it
+that the engine runs for an inference or a batch. A generation can be suspended meanwhile: then it
 has no lease, and waits for its adapter to be in a slot.
 
-Nothing here moves an adapter: one whose goal may have changed is added to `dirty_adapters`.
+Nothing here moves an adapter: an adapter whose goal can have changed is added to `dirty_adapters`.
 """
 
 from collections.abc import Callable
@@ -264,7 +264,7 @@ def lease(context: Context, adapter: Adapter) -> None:
 
 
 def end_use(context: Context, request_id: RequestId, pending: PendingRequest) -> None:
-    """End the leases of a request, or its suspension; an idle adapter may leave its slot."""
+    """End the leases of a request, or its suspension; an idle adapter can leave its slot."""
     world = context.world
     adapters = world.adapters
     for adapter_id in pending.adapters:
@@ -304,6 +304,17 @@ def suspend_one(context: Context, adapter: Adapter, request_id: RequestId, since
     adapter.leases -= 1
     wait_for(context, adapter, request_id, since)
     context.dirty_adapters[adapter.id] = None
+
+
+def wait_since_now(context: Context, adapter: Adapter) -> None:
+    """Let the suspended generations of an adapter wait since now, when their turn has ended."""
+    world = context.world
+    since = {
+        request_id: world.seq if world.pending_requests[request_id].op else seq
+        for request_id, seq in adapter.waiters.items()
+    }
+    adapter.waiters = dict(sorted(since.items(), key=itemgetter(1)))
+    context.mark_changed(adapter)
 
 
 def order_resumption(context: Context, adapter: Adapter, pending: PendingRequest) -> None:

@@ -20,14 +20,14 @@ import msgspec
 import xxhash
 
 from loradock.controller.log.format import UNDECODABLE, LogError, LogForeign
-from loradock.controller.log.storage import CHUNK_BYTES, DISK, Storage
+from loradock.controller.log.segments import EVENTS_NAME
+from loradock.controller.log.storage import CHUNK_BYTES, DISK, Storage, UnreadableError
 from loradock.messages.events import Published
 from loradock.messages.ids import Seq
 
 SCHEMA: Final = 1
 """The number of the schema, in the database's `user_version`; 0 is an empty database."""
 
-_NAME: Final = "events.sqlite"
 _CHECKSUM_BYTES: Final = 8
 _DELETED_PER_COMMIT: Final = 1024
 _SEQ_MAX: Final = 2**63 - 1
@@ -59,7 +59,7 @@ class EventsCorrupt(LogError):  # noqa: N818 - named after the event, as its rel
 
 def events_path(directory: Path) -> Path:
     """Return the path of a log's database of events."""
-    return directory / _NAME
+    return directory / EVENTS_NAME
 
 
 @contextmanager
@@ -67,6 +67,8 @@ def _errors_of(path: Path) -> Iterator[None]:
     """Raise the errors of sqlite as errors of the log."""
     try:
         yield
+    except UnreadableError as error:
+        raise LogError(f"{path}: {error}") from error
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT:
             raise EventsCorrupt(path, error) from error
@@ -196,6 +198,7 @@ class EventWriter:
                     connection.execute(_CREATE)
                     connection.execute(f"PRAGMA user_version = {SCHEMA}")
                     connection.commit()
+                connection.execute("SELECT max(seq) FROM events")
             except BaseException:
                 connection.close()
                 raise

@@ -112,7 +112,7 @@ class ImportRefusedError(LogError):
 
 def export_state(directory: Path, storage: Storage = DISK) -> ExportedState:
     """Return the state of the log in `directory`; raises `LogError` and `LimitsError`."""
-    rules = {segment.header.rules for segment in walk(directory, storage=storage) if segment.header}
+    rules = {segment.header.rules for segment in walk(directory, storage=storage)}
     is_own = rules <= set(RULES_READ)
     result: ReplayResult
     result = replay(directory, storage=storage) if is_own else replay_approximately(directory)

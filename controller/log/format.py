@@ -23,7 +23,7 @@ file, repeats the last one's.
 # ruff: noqa: N818
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -39,6 +39,8 @@ MARKER: Final = b"LDR1"
 HEAD_BYTES: Final = 40
 RECORD_BYTES_MAX: Final = REPLY_BYTES_MAX + (1 << 16)
 """Any input that the wire accepts can be logged; the largest is an engine's inventory."""
+
+FRAME_BYTES_MAX: Final = HEAD_BYTES + RECORD_BYTES_MAX
 
 _HEAD: Final = struct.Struct(">4s8sIQQ8s")
 _COVERED: Final = struct.Struct(">IQQ8s")
@@ -63,18 +65,13 @@ class LogError(Exception):
 class LogCorrupt(LogError):
     """Other bytes are in `file` at `offset` (bytes), where record `seq` should be.
 
-    `link` is the end of the chain before them; its checksum is empty if that is not known.
+    A `seq` of 0 means the file as a whole.
     """
 
-    def __init__(
-        self, file: Path, offset: int, seq: Seq, reason: str, link: "ChainLink | None" = None
-    ) -> None:
-        super().__init__(
-            f"{file}: corrupt at offset {offset}, where record {seq} should be: {reason}; "
-            "`loradock log repair` shows what can be done"
-        )
+    def __init__(self, file: Path, offset: int, seq: Seq, reason: str) -> None:
+        place = f"corrupt at offset {offset}, where record {seq} should be: " if seq else ""
+        super().__init__(f"{file}: {place}{reason}; `loradock log repair` shows what can be done")
         self.file, self.offset, self.seq, self.reason = file, offset, seq, reason
-        self.link = link
 
 
 class LogForeign(LogError):
@@ -130,6 +127,12 @@ def frame_header(header: Header, link: ChainLink) -> tuple[bytes, ChainLink]:
     return frame, ChainLink(link.seq, link.epoch, checksum)
 
 
+def frame_body(body: bytes, seq: Seq, epoch: Epoch, link: ChainLink) -> tuple[bytes, ChainLink]:
+    """Return the frame of an encoded record that continues `link`, and the link after it."""
+    frame, checksum = _frame(body, seq, epoch, link.checksum)
+    return frame, ChainLink(seq, epoch, checksum)
+
+
 def frame_records(
     records: Sequence[Record], epoch: Epoch, link: ChainLink
 ) -> tuple[list[bytes], ChainLink]:
@@ -166,6 +169,16 @@ def whole_frame(data: bytes | bytearray, offset: int) -> LogFrame | None:
     return LogFrame(ChainLink(seq, epoch, previous), ChainLink(seq, epoch, checksum), body, end)
 
 
+def frame_before(data: bytes, end: int) -> LogFrame | None:
+    """Return the frame that ends at offset `end`; None unless one is there that verifies alone."""
+    offset = end
+    while (offset := data.rfind(MARKER, 0, offset)) >= 0 and end - offset <= FRAME_BYTES_MAX:
+        frame = whole_frame(data, offset)
+        if frame is not None and frame.end == end:
+            return frame
+    return None
+
+
 def whole_frames(data: bytes, offset: int) -> Iterator[tuple[int, LogFrame]]:
     """Yield the offset and frame of all that verify alone from `offset` on, at any byte."""
     while (offset := data.find(MARKER, offset)) >= 0:
@@ -187,7 +200,7 @@ class Scan:
         self.offset = offset
         self.link = link
 
-    def frames(self) -> Iterator[tuple[Seq, Epoch, bytes]]:
+    def frames(self) -> Generator[tuple[Seq, Epoch, bytes]]:
         """Yield number, epoch and body of each record."""
         data, offset, (seq, epoch, checksum) = self.data, self.offset, self.link
         size, unpack = len(data), _HEAD.unpack_from

@@ -132,10 +132,11 @@ class _Replayer:
         """True if record `until` has been handled."""
         return self._until is not None and self.position.link.seq >= self._until
 
-    def handle(self, segment: Segment, header: Header) -> bool:
+    def handle(self, segment: Segment) -> bool:
         """Handle a segment's records; return whether to continue with the next segment."""
         if self.controller is not None and self.is_done:
             return False
+        header = segment.header
         controller = self.configure(header)
         count = None if self._until is None else self._until - self.position.link.seq
         with closing(segment.frames()) as frames:
@@ -283,11 +284,9 @@ def _replay_segments(
     replayer: _Replayer, segments: Iterator[Segment], rules: Collection[int] | None
 ) -> None:
     for segment in segments:
-        if segment.header is None:
-            continue
         if rules is not None and segment.header.rules not in rules:
             raise _foreign_rules(segment, segment.header)
-        if not replayer.handle(segment, segment.header):
+        if not replayer.handle(segment):
             return
 
 
@@ -296,7 +295,7 @@ def check_rules(directory: Path, storage: Storage = DISK) -> None:
     paths = segment_paths(directory, storage) if storage.is_directory(directory) else []
     if paths:
         segment = Segment(paths[-1], None, True, storage)
-        if segment.header is not None and segment.header.rules not in RULES_READ:
+        if segment.header.rules not in RULES_READ:
             raise _foreign_rules(segment, segment.header)
 
 

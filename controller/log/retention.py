@@ -6,6 +6,7 @@ and events are dropped: a replay of the archive makes them again. No wall clock 
 of it removes anything.
 """
 
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal
@@ -21,8 +22,7 @@ from loradock.controller.log.snapshots import (
     Mark,
     Snapshot,
     SnapshotInvalidError,
-    read_snapshot,
-    restore_controller,
+    read_valid,
     snapshot_paths,
 )
 from loradock.controller.log.storage import DISK, Storage, write_file
@@ -57,24 +57,15 @@ def prune_snapshots(directory: Path, storage: Storage = DISK) -> list[Snapshot]:
     kept: list[Snapshot] = []
     removed = False
     for path in reversed(snapshot_paths(directory, storage)):
-        snapshot = _read_valid(path, storage) if len(kept) < SNAPSHOTS_KEPT else None
-        if snapshot is None:
-            storage.remove(path)
-            removed = True
-        else:
-            kept.append(snapshot)
+        if len(kept) < SNAPSHOTS_KEPT:
+            with suppress(SnapshotInvalidError):
+                kept.append(read_valid(path, storage)[0])
+                continue
+        storage.remove(path)
+        removed = True
     if removed:
         storage.sync_directory(directory)
     return kept
-
-
-def _read_valid(path: Path, storage: Storage) -> Snapshot | None:
-    try:
-        snapshot = read_snapshot(path, storage)
-        restore_controller(snapshot, path)
-    except SnapshotInvalidError:
-        return None
-    return snapshot
 
 
 def _unneeded_before(kept: list[Snapshot], retention: Retention) -> Mark | None:

@@ -1,7 +1,7 @@
 """The log's files: a directory of segments, their names, the lock, reading and verification.
 
-Nothing here changes a file. Only the end of the last segment can be torn; other bytes that can't be
-read raise an error.
+Nothing here changes a file. Only the last segment can be torn, after its header, which is durable
+before the segment has its name; other bytes that can't be read raise an error.
 
 A segment is named after its first record, with twenty digits and `.log`. Other files are not part
 of the log.
@@ -9,8 +9,11 @@ of the log.
 
 import re
 from collections.abc import Collection, Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import xxhash
 
 from loradock.controller.log.format import (
     CHAIN_START,
@@ -19,18 +22,33 @@ from loradock.controller.log.format import (
     LogCorrupt,
     LogForeign,
     Scan,
+    frame_before,
     read_header,
     read_record,
     whole_frame,
 )
-from loradock.controller.log.storage import DISK, Storage
+from loradock.controller.log.storage import DISK, Storage, UnreadableError
 from loradock.messages.ids import Epoch, Seq
 from loradock.messages.records import Header, InputSkipped, Record
 
 NumberedRecord = tuple[Seq, Epoch, Record]
 """A record with its number and its epoch."""
 
+NO_SYNC_FAILED: Final = "no-sync-failed"
+"""Name of a file without which the next start writes the last segment again.
+
+A failure removes it, which works on a full disk too, where a file that reports the failure could
+not be created. It has the number of the last segment, so that its loss is noticed.
+"""
+
+EVENTS_NAME: Final = "events.sqlite"
+LOCK_NAME: Final = "snapshotter.lock"
+REPAIRING: Final = "repair.unfinished"
+"""Name of a file that is there while a repair changes the log."""
+
 _SEGMENT_NAME: Final = re.compile(r"[0-9]{20}\.log")
+_FILE_NAME: Final = re.compile(r"[0-9]{20}\.(log|snap)")
+_OTHER_FILES: Final = frozenset({EVENTS_NAME, LOCK_NAME, NO_SYNC_FAILED})
 _SKIP: Final = InputSkipped.__name__.encode()
 
 
@@ -53,6 +71,37 @@ def segment_paths(directory: Path, storage: Storage = DISK) -> list[Path]:
     return [directory / name for name in names]
 
 
+def check_files(directory: Path, storage: Storage = DISK) -> None:
+    """Raise `LogCorrupt` for a FIFO or a directory instead of a file, and for half a repair."""
+    for name in sorted(storage.names(directory)):
+        if name == REPAIRING:
+            raise LogCorrupt(directory / name, 0, 0, "a repair was not finished")
+        if is_of_log(name) and not storage.is_regular(directory / name):
+            raise LogCorrupt(directory / name, 0, 0, "it is not a regular file")
+
+
+def is_of_log(name: str) -> bool:
+    """Return whether a file of this name is a part of the log."""
+    return name in _OTHER_FILES or _FILE_NAME.fullmatch(name) is not None
+
+
+def mark_content(first_seq: Seq) -> bytes:
+    """Return the content of `NO_SYNC_FAILED` while this segment is the last one."""
+    name = f"{first_seq:020}".encode()
+    return name + b" " + xxhash.xxh3_64_hexdigest(name).encode()
+
+
+def marked_segment(directory: Path, storage: Storage = DISK) -> Seq:
+    """Return the number of the last segment by `NO_SYNC_FAILED`, 0 if that does not tell it."""
+    try:
+        content = storage.read(directory / NO_SYNC_FAILED)
+    except (FileNotFoundError, UnreadableError):
+        return 0
+    digits = content[:20]
+    known = digits.isdigit() and content == mark_content(int(digits))
+    return int(digits) if known else 0
+
+
 def lock_directory(directory: Path, storage: Storage = DISK) -> int:
     """Lock a log's directory for one writer; the lock ends when the descriptor is closed."""
     fd = storage.open_directory(directory)
@@ -67,8 +116,8 @@ def lock_directory(directory: Path, storage: Storage = DISK) -> int:
 class Segment:
     """One file of the log, read once; it must continue `link`, None if that is not known.
 
-    `header` is None if the file ends before its header does. Once the records have been read,
-    `scan` is at their end and `torn_bytes` is the number of bytes after it.
+    Once the records have been read, `scan` is at their end and `torn_bytes` is the number of bytes
+    after it. Raises `LogCorrupt` without a whole header.
     """
 
     def __init__(
@@ -77,59 +126,51 @@ class Segment:
         self.file = file
         self.first_seq = int(file.stem)
         self.torn_bytes = 0
-        self.header: Header | None = None
         self._is_last = is_last
-        self.before = (
-            CHAIN_START if link is None and self.first_seq == CHAIN_START.seq + 1 else link
-        )
-        self.scan = Scan(
-            storage.read(file), 0, self.before or ChainLink(self.first_seq - 1, 0, b"")
-        )
-        self._read_header()
+        if link is None and self.first_seq == CHAIN_START.seq + 1:
+            link = CHAIN_START
+        start = link or ChainLink(self.first_seq - 1, 0, b"")
+        try:
+            self.scan = Scan(storage.read(file), 0, start)
+        except UnreadableError as error:
+            raise LogCorrupt(file, 0, self.first_seq, str(error)) from error
+        self.header, self.before = self._read_header(link)
 
-    def _read_header(self) -> None:
+    def _read_header(self, link: ChainLink | None) -> tuple[Header, ChainLink]:
         frame = whole_frame(self.scan.data, 0)
         if frame is None:
-            return
-        self.before = self.before or frame.before
-        if frame.before != self.before or frame.before.seq != self.first_seq - 1:
+            raise self._corrupt(self.scan.corruption() or "its header is incomplete")
+        if frame.before != (link or frame.before) or frame.before.seq != self.first_seq - 1:
             raise self._corrupt("it does not continue the segment before it")
         header = read_header(frame.body, self.file)
         if header.first_seq != self.first_seq:
             raise self._corrupt(f"its header specifies {header.first_seq} as its first record")
-        self.header = header
         self.scan = Scan(self.scan.data, frame.end, frame.link)
+        return header, frame.before
 
     def frames(self) -> Generator[tuple[Seq, Epoch, bytes]]:
         """Yield number, epoch and body of each record, up to the end or a torn tail."""
-        if self.header is not None:
-            yield from self.scan.frames()
+        yield from self.scan.frames()
         self._check_rest()
 
     def records(self, first_seq: Seq = 0) -> Iterator[NumberedRecord]:
         """Yield number, epoch and record, from `first_seq` on."""
-        if self.header is None:
-            self._check_rest()
-            return
         for seq, epoch, body in self.frames():
             if seq >= first_seq:
                 yield seq, epoch, read_record(body, seq, self.file)
 
     def _check_rest(self) -> None:
         rest = len(self.scan.data) - self.scan.offset
-        if self.header is not None and not rest:
+        if not rest:
             return
         if reason := self.scan.corruption():
             raise self._corrupt(reason)
         if not self._is_last:
             raise self._corrupt("it ends in the middle of a record, but a later segment exists")
-        if self.before is None:
-            raise self._corrupt("its header is incomplete, and there is no segment before it")
         self.torn_bytes = rest
 
     def _corrupt(self, reason: str) -> LogCorrupt:
-        offset, link = self.scan.offset, self.scan.link
-        return LogCorrupt(self.file, offset, link.seq + 1, reason, link)
+        return LogCorrupt(self.file, self.scan.offset, self.scan.link.seq + 1, reason)
 
 
 def walk(directory: Path, first_seq: Seq = 0, storage: Storage = DISK) -> Iterator[Segment]:
@@ -154,11 +195,11 @@ def walk_after(
     first = paths[0] if paths else segment_path(directory, next_seq)
     if not paths or int(first.stem) not in (position.segment, next_seq):
         raise _missing(first, next_seq, "which follows the last snapshot")
-    if int(first.stem) == next_seq != position.segment:
+    segment = Segment(first, None, len(paths) == 1, storage)
+    if int(first.stem) == next_seq and segment.before == position.link:
         # The snapshot ends with the segment before this one, which is no longer needed.
         yield from _walk(paths, position.link, storage)
         return
-    segment = Segment(first, None, len(paths) == 1, storage)
     _skip_to(segment, position)
     yield segment
     for _ in segment.frames():
@@ -179,8 +220,6 @@ def _walk(paths: list[Path], link: ChainLink | None, storage: Storage) -> Iterat
 
 def _skip_to(segment: Segment, position: LogPosition) -> None:
     """Continue a segment at a position in it: what is before it is not read as records."""
-    if segment.header is None:
-        return
     if position.offset > len(segment.scan.data):
         for _ in segment.frames():
             pass
@@ -214,8 +253,6 @@ def segments(
     """
     for segment in walk(directory, first_seq, storage):
         header = segment.header
-        if header is None:
-            continue
         if rules is not None and header.rules not in rules:
             raise LogForeign(
                 f"{segment.file}: written by rules {header.rules}; this version knows "
@@ -233,6 +270,43 @@ def read(
     """Yield every record from `first_seq` on; raises as `segments` does."""
     for _, records in segments(directory, first_seq, rules, storage):
         yield from records
+
+
+def contradicts(directory: Path, position: LogPosition, storage: Storage = DISK) -> bool:
+    """Return whether the segments have another record, or header, at the end of this position."""
+    seq, checksum = position.link.seq, position.link.checksum
+    near = [path for path in segment_paths(directory, storage) if int(path.stem) <= seq + 1][-2:]
+    found: set[bytes] = set()
+    # The segment that the position names comes first: nearly always, its frame decides.
+    for path in sorted(near, key=lambda path: int(path.stem) != position.segment):
+        try:
+            data = storage.read(path)
+        except UnreadableError:
+            continue
+        if int(path.stem) == position.segment:
+            last = frame_before(data, position.offset)
+            if last is not None and last.link.checksum == checksum:
+                return False
+        found.update(_checksums_at(data, seq))
+    return bool(found) and checksum not in found
+
+
+def _checksums_at(data: bytes, seq: Seq) -> Iterator[bytes]:
+    """Yield the checksums of a segment's links whose last record is `seq`."""
+    header = whole_frame(data, 0)
+    if header is None:
+        return
+    if header.link.seq == seq:
+        yield header.before.checksum
+        yield header.link.checksum
+        return
+    scan = Scan(data, header.end, header.link)
+    with closing(scan.frames()) as frames:
+        for number, _, _ in frames:
+            if number == seq:
+                break
+    if scan.link.seq == seq:
+        yield scan.link.checksum
 
 
 def skipped_inputs(directory: Path, storage: Storage = DISK, first_seq: Seq = 0) -> frozenset[Seq]:

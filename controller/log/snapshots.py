@@ -13,6 +13,7 @@ with the order of the entries: inputs after a restored world lead to the same ac
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -44,8 +45,8 @@ from loradock.controller.core.world import (
 )
 from loradock.controller.log.format import UNDECODABLE, LogError
 from loradock.controller.log.policies import PolicyUnknownError, check_policy
-from loradock.controller.log.segments import LogPosition, skipped_inputs
-from loradock.controller.log.storage import DISK, Storage, write_file
+from loradock.controller.log.segments import LogPosition, contradicts, skipped_inputs
+from loradock.controller.log.storage import DISK, Storage, UnreadableError, write_file
 from loradock.messages.ids import AdapterId, Epoch, OpId, RequestId, Seq
 from loradock.messages.records import FORMAT
 from loradock.messages.views import Warnings
@@ -53,8 +54,8 @@ from loradock.messages.views import Warnings
 SNAPSHOTS_KEPT: Final = 2
 MARKS_MAX: Final = 4096
 
-_MARKER: Final = b"LDS2"
-_BODY_AT: Final = len(_MARKER) + 16
+SNAPSHOT_MARKER: Final = b"LDS2"
+_BODY_AT: Final = len(SNAPSHOT_MARKER) + 16
 _NAME: Final = re.compile(r"[0-9]{20}\.snap")
 
 
@@ -208,7 +209,7 @@ def write_snapshot(directory: Path, snapshot: Snapshot, storage: Storage = DISK)
     """
     path = snapshot_path(directory, snapshot.seq)
     body = _encode(snapshot)
-    write_file(path, _MARKER + xxhash.xxh3_128_digest(body) + body, storage)
+    write_file(path, SNAPSHOT_MARKER + xxhash.xxh3_128_digest(body) + body, storage)
     try:
         restored = restore_controller(read_snapshot(path, storage), path)
         if encode_world(restored.world) != bytes(snapshot.world):
@@ -221,7 +222,11 @@ def write_snapshot(directory: Path, snapshot: Snapshot, storage: Storage = DISK)
 
 def read_snapshot(path: Path, storage: Storage = DISK) -> Snapshot:
     """Read a snapshot of known rules; raises `SnapshotInvalidError`, and `OSError`."""
-    snapshot = decode_snapshot(storage.read(path), path)
+    try:
+        data = storage.read(path)
+    except UnreadableError as error:
+        raise SnapshotInvalidError(f"{path}: {error}") from error
+    snapshot = decode_snapshot(data, path)
     if path.name != snapshot_path(path.parent, snapshot.seq).name:
         raise SnapshotInvalidError(f"{path}: it is the snapshot after record {snapshot.seq}")
     return snapshot
@@ -230,7 +235,7 @@ def read_snapshot(path: Path, storage: Storage = DISK) -> Snapshot:
 def decode_snapshot(data: bytes, path: Path) -> Snapshot:
     """Decode the content of a file; raises `SnapshotInvalidError` with its path."""
     body = memoryview(data)[_BODY_AT:]
-    if data[:_BODY_AT] != _MARKER + xxhash.xxh3_128_digest(body):
+    if data[:_BODY_AT] != SNAPSHOT_MARKER + xxhash.xxh3_128_digest(body):
         raise SnapshotInvalidError(f"{path}: its bytes are not those that were written")
     try:
         snapshot = _decode(body)
@@ -260,6 +265,18 @@ def restore_controller(snapshot: Snapshot, path: Path, *, checked: bool = False)
     return controller
 
 
+def read_valid(
+    path: Path, storage: Storage = DISK, *, checked: bool = False
+) -> tuple[Snapshot, Controller]:
+    """Read and restore a snapshot; raises `SnapshotInvalidError` also for another log's."""
+    snapshot = read_snapshot(path, storage)
+    if contradicts(path.parent, snapshot.position, storage):
+        raise SnapshotInvalidError(
+            f"{path}: it is intact, but of another log: record {snapshot.seq} is another one here"
+        )
+    return snapshot, restore_controller(snapshot, path, checked=checked)
+
+
 class Restored(NamedTuple):
     """The newest snapshot that can be used, None if there is none, and why later ones can't.
 
@@ -282,8 +299,7 @@ def restore_newest(
             continue
         try:
             skips = _skips_after(path, storage)
-            snapshot = read_snapshot(path, storage)
-            controller = restore_controller(snapshot, path, checked=checked)
+            snapshot, controller = read_valid(path, storage, checked=checked)
         except FileNotFoundError:
             # A snapshotter has removed it after writing a later one.
             continue
@@ -292,6 +308,16 @@ def restore_newest(
         else:
             return Restored(snapshot, controller, tuple(skipped), skips)
     return Restored(None, None, tuple(skipped))
+
+
+def newest_after(directory: Path, seq: Seq, storage: Storage = DISK) -> Path | None:
+    """Return the newest snapshot with records after `seq` whose bytes verify, None without one."""
+    for path in reversed(snapshot_paths(directory, storage)):
+        if int(path.stem) > seq:
+            with suppress(SnapshotInvalidError):
+                read_snapshot(path, storage)
+                return path
+    return None
 
 
 def _skips_after(path: Path, storage: Storage) -> frozenset[Seq]:
@@ -320,7 +346,7 @@ def verify_snapshots(directory: Path, storage: Storage = DISK) -> Iterator[Snaps
     for path in snapshot_paths(directory, storage):
         problem = ""
         try:
-            restore_controller(read_snapshot(path, storage), path)
+            read_valid(path, storage)
         except SnapshotInvalidError as error:
             problem = str(error)
         yield SnapshotVerdict(path, int(path.stem), storage.size_bytes(path), problem)

@@ -24,7 +24,7 @@ from loradock.controller.log.events import EventWriter
 from loradock.controller.log.format import LogError
 from loradock.controller.log.replay import ReplayResult, Sink, replay
 from loradock.controller.log.retention import Retention, apply_retention, prune_snapshots
-from loradock.controller.log.segments import segment_paths
+from loradock.controller.log.segments import LOCK_NAME, segment_paths
 from loradock.controller.log.snapshots import take_snapshot, write_snapshot
 from loradock.controller.log.storage import DISK, Storage
 from loradock.messages.ids import Seq
@@ -32,7 +32,6 @@ from loradock.messages.ids import Seq
 EXIT_FAILED: Final = 1
 EXIT_BUSY: Final = 3
 
-LOCK_NAME: Final = "snapshotter.lock"
 NICENESS: Final = 19
 """The priority of the process, set by the one that starts it: its imports take time too."""
 

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import sqlite3
+import stat
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,11 @@ The log's sync waits for one that is in progress on the same disk: for some mill
 writes a MiB, for a fraction of one with this size.
 """
 
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+"""The errors of a disk that takes no more bytes for now, and keeps what it has."""
+
+_BAD_MEDIUM: Final = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
+
 _LOCKED_S: Final = 5.0
 """Longest wait of a connection for another process's commit."""
 
@@ -35,6 +41,10 @@ _WAIT_S: Final = 3600
 
 # What the library raises if the system does not accept an operation, or has none.
 _REFUSALS: Final = (ImportError, OSError, OverflowError, RuntimeError, SystemError, ValueError)
+
+
+class UnreadableError(OSError):
+    """The content of a file is lost: the disk can't read it, or it is not a regular file."""
 
 
 class Storage:
@@ -55,10 +65,28 @@ class Storage:
         self.sync_directory(directory.parent)
 
     def read(self, path: Path, offset: int = 0, size_bytes: int = -1) -> bytes:
-        """Return up to `size_bytes` of a file from `offset` on; -1: all."""
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(size_bytes)
+        """Return up to `size_bytes` of a file from `offset` on; -1: all.
+
+        Raises `UnreadableError` if the file is there and its content is not.
+        """
+        # Opening a FIFO would wait for a writer.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UnreadableError("it is not a regular file")
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                return file.read(size_bytes)
+        except OSError as error:
+            if error.errno in _BAD_MEDIUM:
+                raise UnreadableError(f"it can't be read: {error.strerror}") from error
+            raise
+
+    def is_regular(self, path: Path) -> bool:
+        """Return whether `path` is a file, and no directory or FIFO; True if it is gone."""
+        try:
+            return stat.S_ISREG(os.stat(path).st_mode)
+        except FileNotFoundError:
+            return not os.path.lexists(path)
 
     def size_bytes(self, path: Path) -> int:
         """Return the size of a file."""
@@ -66,7 +94,8 @@ class Storage:
 
     def create(self, path: Path) -> int:
         """Create an empty file, or empty an existing one, and return its descriptor."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK
+        return os.open(path, flags, 0o600)
 
     def open_end(self, path: Path) -> int:
         """Open an existing file for appending."""
@@ -122,8 +151,11 @@ class Storage:
     def connect(self, path: Path, *, create: bool = False) -> sqlite3.Connection:
         """Open a sqlite database; raises `FileNotFoundError` if there is none, unless `create`.
 
+        Raises `UnreadableError` for a directory or a FIFO.
         A commit is atomic: after an error or a crash the database is as after the last one.
         """
+        if not self.is_regular(path):
+            raise UnreadableError("it is not a regular file")
         if create:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         else:
@@ -198,10 +230,11 @@ def _process_events(context: "Context") -> None:
 DISK: Final = Storage()
 
 
-def write_file(path: Path, data: bytes, storage: Storage = DISK) -> None:
-    """Write a file and its name durably; after an error or a crash it has all of `data` or none.
+def replace_file(path: Path, data: bytes, storage: Storage = DISK) -> None:
+    """Write a file durably; its name is durable once its directory is synced.
 
-    The draft is `path` with `.new` added. Raises `OSError`.
+    After an error or a crash it has all of `data`, or is as before. The draft is `path` with `.new`
+    added. Raises `OSError`.
     """
     draft = path.with_name(f"{path.name}.new")
     fd = storage.create(draft)
@@ -212,8 +245,20 @@ def write_file(path: Path, data: bytes, storage: Storage = DISK) -> None:
             if count != len(chunk):
                 raise OSError(errno.ENOSPC, f"{count} of {len(chunk)} bytes were written")
             storage.sync_data(fd)
-        storage.sync(fd)
     finally:
         storage.close(fd)
     storage.rename(draft, path)
+
+
+def write_file(path: Path, data: bytes, storage: Storage = DISK) -> None:
+    """Write a file and its name durably; raises as `replace_file` does."""
+    replace_file(path, data, storage)
     storage.sync_directory(path.parent)
+
+
+def free_name(path: Path, suffix: str, storage: Storage = DISK) -> Path:
+    """Return `path` with a number and a suffix added, a name that no file has."""
+    names, number = set(storage.names(path.parent)), 0
+    while (name := f"{path.name}.{number}.{suffix}") in names:
+        number += 1
+    return path.with_name(name)

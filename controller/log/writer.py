@@ -10,7 +10,6 @@ is corruption and not a torn tail, so an operator decides (`loradock.controller.
 """
 
 import contextlib
-import errno
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ import msgspec
 
 from loradock.controller.log.format import (
     CHAIN_START,
+    LogCorrupt,
     LogForeign,
     LogFull,
     LogSyncFailed,
@@ -27,36 +27,41 @@ from loradock.controller.log.format import (
     frame_records,
 )
 from loradock.controller.log.segments import (
+    NO_SYNC_FAILED,
     Segment,
+    check_files,
     lock_directory,
+    mark_content,
+    marked_segment,
     segment_path,
     segment_paths,
 )
 from loradock.controller.log.settings import SEGMENT_BYTES_MAX, SYNC_INTERVAL_MS, SyncPolicy
-from loradock.controller.log.storage import DISK, Storage, Wait
+from loradock.controller.log.snapshots import newest_after
+from loradock.controller.log.storage import (
+    DISK,
+    NO_ROOM,
+    Storage,
+    Wait,
+    free_name,
+    replace_file,
+    write_file,
+)
 from loradock.messages.ids import Epoch, Seq
 from loradock.messages.records import Header, Record
-
-NO_SYNC_FAILED: Final = "no-sync-failed"
-"""Name of a file without which the next start writes the last segment again.
-
-A failure removes it, which works on a full disk too, where a file that reports the failure could
-not be created.
-"""
-
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Recovered(NamedTuple):
     """Result of opening a log: the next record's number, and the bytes cut from a torn tail.
 
-    `cut_from` is the segment that was cut, None if nothing was.
+    `cut_from` is the segment that was cut, and `kept_in` has the bytes; None if nothing was cut.
     """
 
     next_seq: Seq
     epoch: Epoch
-    cut_bytes: int
-    cut_from: Path | None
+    cut_bytes: int = 0
+    cut_from: Path | None = None
+    kept_in: Path | None = None
 
 
 class Log:
@@ -107,11 +112,12 @@ class Log:
         segment_bytes_max: int = SEGMENT_BYTES_MAX,
         storage: Storage = DISK,
     ) -> Self:
-        """Open or create the log in `directory`, and cut a torn tail.
+        """Open or create the log in `directory`, and cut a torn tail, whose bytes are kept.
 
         `header.first_seq` is set here. A header that differs from the last segment's begins a new
         segment. A segment that has reached `segment_bytes_max` is ended by the next append. Only
-        the last segment is read here. Raises `LogCorrupt`, `LogForeign`, `LogBusy`, `LogFull`,
+        the last segment is read here, and a snapshot that has later records: then records are
+        missing, and nothing is changed. Raises `LogCorrupt`, `LogForeign`, `LogBusy`, `LogFull`,
         `LogSyncFailed`.
         """
         if not storage.is_directory(directory):
@@ -237,7 +243,7 @@ class Log:
             try:
                 count = self.storage.write(self._fd, chunk)
             except OSError as error:
-                if error.errno not in _NO_ROOM:
+                if error.errno not in NO_ROOM:
                     raise self._fail("write", error) from error
                 raise self._cut_group(str(error)) from error
             if count != len(chunk):
@@ -250,12 +256,15 @@ class Log:
 
     def _cut_group(self, reason: str) -> LogFull:
         """Cut the bytes of a refused group, durably: a crash must not restore them."""
+        path = segment_path(self.directory, self._first_seq)
         try:
-            self.storage.cut(self._fd, self._file_bytes)
-            self.storage.sync_data(self._fd)
+            # A file system that was made read-only refuses the cut too.
+            if self.storage.size_bytes(path) != self._file_bytes:
+                self.storage.cut(self._fd, self._file_bytes)
+                self.storage.sync_data(self._fd)
         except OSError as error:
             raise self._fail("cut", error) from error
-        return LogFull(f"{self.directory}: no space left ({reason}); nothing was written")
+        return LogFull(f"{self.directory}: no bytes can be added ({reason}); nothing was written")
 
     def _is_sync_due(self, now_ns: int) -> bool:
         if self._policy != "interval":
@@ -278,65 +287,65 @@ class Log:
         first_seq = self._link.seq + 1
         header = msgspec.structs.replace(self._header, first_seq=first_seq)
         frame, link = frame_header(header, self._link)
+        path = segment_path(self.directory, first_seq)
         try:
-            fd = self._write_segment(segment_path(self.directory, first_seq), frame)
+            replace_file(path, frame, self.storage)
         except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise LogFull(f"{self.directory}: no space for a segment ({error})") from error
+            if error.errno in NO_ROOM:
+                raise LogFull(f"{self.directory}: no segment can be added ({error})") from error
             raise self._fail("new segment", error) from error
         try:
+            fd = self.storage.open_end(path)
             self.storage.sync(self._lock_fd)
         except OSError as error:
-            self.storage.close(fd)
             raise self._fail("sync of the directory", error) from error
         self._fd, self._file_bytes = fd, len(frame)
         self._first_seq, self._link = first_seq, link
-
-    def _write_segment(self, path: Path, frame: bytes) -> int:
-        """Create a segment that contains `frame`, and return its descriptor.
-
-        Its bytes are durable, its name is not yet. Until it is renamed the file is not part of the
-        log: an error here leaves the log unchanged.
-        """
-        storage, draft = self.storage, path.with_name("segment.new")
-        fd = storage.create(draft)
-        try:
-            count = storage.write(fd, frame)
-            if count != len(frame):
-                raise OSError(errno.ENOSPC, f"{count} of {len(frame)} bytes were written")
-            storage.sync(fd)
-            storage.rename(draft, path)
-        except BaseException:
-            storage.close(fd)
-            raise
-        return fd
+        self._mark()
 
     def _recover(self) -> Recovered:
         """Continue after the last whole record, in a segment with this log's header."""
+        check_files(self.directory, self.storage)
         segment = _last_segment(self.directory, self.storage)
-        if segment is None or segment.header is None:
-            self._link = segment.before or CHAIN_START if segment else CHAIN_START
+        self._check_end(segment)
+        if segment is None:
             self._begin_segment()
-        else:
-            self._continue_segment(segment, segment.header)
-        self._mark()
-        torn_bytes = segment.torn_bytes if segment else 0
-        cut_from = segment.file if segment and torn_bytes else None
-        return Recovered(self.next_seq, self._link.epoch, torn_bytes, cut_from)
+            return Recovered(self.next_seq, self._link.epoch)
+        kept_in = self._continue_segment(segment)
+        cut_from = segment.file if segment.torn_bytes else None
+        return Recovered(self.next_seq, self._link.epoch, segment.torn_bytes, cut_from, kept_in)
+
+    def _check_end(self, segment: Segment | None) -> None:
+        """Raise `LogCorrupt` if there were later records than those of the last segment."""
+        link = segment.scan.link if segment else CHAIN_START
+        file = segment.file if segment else segment_path(self.directory, 1)
+        offset = segment.scan.offset if segment else 0
+        snapshot = newest_after(self.directory, link.seq, self.storage)
+        if snapshot is not None:
+            reason = f"the log ends before it, and {snapshot.name} has the records up to "
+            raise LogCorrupt(file, offset, link.seq + 1, f"{reason}{int(snapshot.stem)}")
+        if marked_segment(self.directory, self.storage) > (segment.first_seq if segment else 0):
+            reason = "the log ends before it, and a later segment is missing"
+            raise LogCorrupt(file, offset, link.seq + 1, reason)
 
     def _mark(self) -> None:
-        """Create the file that a failure removes; raises `LogSyncFailed`."""
-        if NO_SYNC_FAILED in self.storage.names(self.directory):
-            return
+        """Write the file that a failure removes; raises `LogSyncFailed`."""
+        path, content = self.directory / NO_SYNC_FAILED, mark_content(self._first_seq)
         try:
-            self.storage.close(self.storage.create(self.directory / NO_SYNC_FAILED))
+            names = self.storage.names(self.directory)
+            if path.name not in names or self.storage.read(path) != content:
+                replace_file(path, content, self.storage)
         except OSError as error:
             # Without room for it, the next start writes a segment again that was durable.
-            if error.errno not in _NO_ROOM:
+            if error.errno not in NO_ROOM:
                 raise self._fail("mark", error) from error
 
-    def _continue_segment(self, segment: Segment, header: Header) -> None:
-        """Continue after the segment's last whole record; begin another for another header."""
+    def _continue_segment(self, segment: Segment) -> Path | None:
+        """Continue after the segment's last whole record; begin another for another header.
+
+        Returns the file that keeps what is cut.
+        """
+        header = segment.header
         if header.rules > self._header.rules:
             raise LogForeign(
                 f"{segment.file}: written by rules {header.rules}; this version writes by rules "
@@ -345,48 +354,52 @@ class Log:
         self._file_bytes, self._first_seq = segment.scan.offset, segment.first_seq
         self._link = segment.scan.link
         try:
-            self._adopt(segment)
+            kept_in = self._adopt(segment)
         except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise LogFull(f"{self.directory}: no space to recover it ({error})") from error
+            if error.errno in NO_ROOM:
+                raise LogFull(
+                    f"{self.directory}: it can't be recovered ({error}); make space"
+                ) from error
             raise self._fail("recovery", error) from error
         if header == msgspec.structs.replace(self._header, first_seq=segment.first_seq):
-            return
-        if self._link.seq < segment.first_seq and segment.before is not None:
+            self._mark()
+            return kept_in
+        if self._link.seq < segment.first_seq:
             # The segment has no record: the new header replaces its header.
             self._link = segment.before
         self._rotate()
+        return kept_in
 
-    def _adopt(self, segment: Segment) -> None:
+    def _adopt(self, segment: Segment) -> Path | None:
         """Make a segment durable up to its last whole record: its process may not have synced it.
 
         After a failed sync the system takes unwritten bytes for written ones, and no further sync
         writes them. So they are written again.
         """
-        storage = self.storage
+        storage, data, end = self.storage, segment.scan.data, segment.scan.offset
+        kept_in = None
+        if segment.torn_bytes:
+            # They can be of a record that was acknowledged, if the disk has lost the rest of it.
+            kept_in = free_name(segment.file, "cut", storage)
+            write_file(kept_in, data[end:], storage)
         if NO_SYNC_FAILED not in storage.names(self.directory):
-            kept = segment.scan.data[: segment.scan.offset]
-            self._fd = self._write_segment(segment.file, kept)
-            storage.sync(self._lock_fd)
-            return
+            write_file(segment.file, data[:end], storage)
+            self._fd = storage.open_end(segment.file)
+            return kept_in
         self._fd = storage.open_end(segment.file)
         if segment.torn_bytes:
-            storage.cut(self._fd, self._file_bytes)
+            storage.cut(self._fd, end)
         storage.sync(self._fd)
         storage.sync(self._lock_fd)
+        return kept_in
 
 
 def _last_segment(directory: Path, storage: Storage) -> Segment | None:
-    """Read the last segment to its end; also the one before it if the last's header is torn."""
+    """Read the last segment to its end."""
     paths = segment_paths(directory, storage)
     if not paths:
         return None
     segment = Segment(paths[-1], None, True, storage)
-    if segment.header is None and len(paths) > 1:
-        ended = Segment(paths[-2], None, False, storage)
-        for _ in ended.frames():
-            pass
-        segment = Segment(paths[-1], ended.scan.link, True, storage)
     for _ in segment.frames():
         pass
     return segment

@@ -9,8 +9,9 @@ import re
 import threading
 from collections.abc import Callable
 from fnmatch import translate
+from functools import partial
 from pathlib import PurePosixPath
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple, TypeVar, get_args
 
 import msgspec
 import structlog
@@ -20,6 +21,7 @@ from loradock.controller.server.keys import AllowedKey, KeyListError, KeyStore, 
 from loradock.messages import control, events, requests
 from loradock.messages.errors import ErrorCode
 from loradock.messages.requests import EventsFetched, Reply, Request
+from loradock.messages.views import FailureView
 
 REQUESTS_DOMAIN: Final = "requests"
 EVENTS_DOMAIN: Final = "events"
@@ -77,6 +79,10 @@ RIGHT_OF: Final[dict[type[Request], Right]] = {
 
 _FOR_ALL: Final = (events.ControllerResumed, events.EngineAttached, events.EngineDetached)
 """Events that no adapter is the subject of."""
+
+_ABSOLUTE_PATH: Final = re.compile(r"(?<![\w.)~-])/[^\s,;:'\"]+")
+
+FailureT = TypeVar("FailureT", requests.Refused, FailureView)
 
 log = structlog.get_logger("controller")
 
@@ -190,11 +196,33 @@ class Access:
             return None
         return lambda name: self.visible(user, name)
 
+    def confined(self, user: str, message: Request, loaded_from: str) -> Request:
+        """Return a request to load an adapter; links can't lead a limited key to another's files.
+
+        The directory that the key owns is marked by `/./` in the path. `loaded_from`: the path of
+        the adapter if it is known, which stays as it is.
+        """
+        if not isinstance(message, _LOADING) or self.sees(user) is None:
+            return message
+        if message.path in ("", loaded_from) and (message.path or loaded_from):
+            return message
+        first, *rest = PurePosixPath(message.path).parts if message.path else (message.adapter,)
+        return msgspec.structs.replace(message, path="/".join((first, ".", *rest)))
+
     def shown(self, user: str, reply: Reply) -> Reply:
-        """Return a reply with fetched events; those that a user may not see have no content."""
-        found = self._users.get(user)
-        if not isinstance(reply, EventsFetched) or self.sees(user) is None:
+        """Return a reply without what a limited key can't see.
+
+        That are the contents of other adapters' events, and the server's own paths in refusals.
+        """
+        if self.sees(user) is None:
             return reply
+        if isinstance(reply, requests.Refused):
+            return _without_paths(reply)
+        if isinstance(reply, requests.AdapterShown) and reply.failure is not None:
+            return msgspec.structs.replace(reply, failure=_without_paths(reply.failure))
+        if not isinstance(reply, EventsFetched):
+            return reply
+        found = self._users.get(user)
         shown = tuple(
             one if found is not None and _is_shown(found, one.event) else _withheld(one)
             for one in reply.events
@@ -235,6 +263,13 @@ def _refusal_of_names(user: _User, message: Request) -> Refusal | None:
             "and to begin with such a name",
         )
     return None
+
+
+def _without_paths(failure: FailureT) -> FailureT:
+    """Return a refusal with the server's absolute paths replaced."""
+    hide = partial(_ABSOLUTE_PATH.sub, "(a directory of the server)")
+    details = tuple(map(hide, failure.details))
+    return msgspec.structs.replace(failure, message=hide(failure.message), details=details)
 
 
 def _is_own_path(user: _User, path: str) -> bool:

@@ -108,6 +108,11 @@ class ClientTable:
         client = self._by_name.get(name)
         return None if client is None else client.route
 
+    def user_of(self, name: str) -> str:
+        """Return the user of a client, empty for a local one."""
+        client = self._by_name.get(name)
+        return "" if client is None else client.key[0]
+
     def _forget(self, client: Client) -> None:
         del self._by_key[client.key], self._by_name[client.name]
         same_route = self._by_route[client.route]

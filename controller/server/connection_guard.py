@@ -1,16 +1,23 @@
-"""Refusal of connections before the process has no file descriptor left.
+"""Refusal of connections before the process has no file descriptor left, and of those that flood.
 
 ZeroMQ accepts connections on its own thread and aborts the process when `accept` fails for lack of
 descriptors. Nothing makes it stop accepting at once but the absence of the sockets' files: a thread
 that is woken by each accepted connection renames them while too many descriptors are open.
+
+ZeroMQ bounds messages by number and their parts by size, but neither the parts of a message nor the
+subscriptions of a peer, of which a byte costs 50 to 80 bytes. The same thread compares what the
+system has received on each remote connection with what the controller has read from it.
 """
 
 import contextlib
+import ctypes
 import os
 import socket
+import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +25,24 @@ import structlog
 
 _CHECK_MS: Final = 250
 """Interval of checks without a new connection."""
+
+_FLOOD_CHECK_MS: Final = 50
+"""The same with remote connections, of which one can begin to flood."""
+
+_TRIM_S: Final = 2.0
+"""Time after the end of a flood in which ZeroMQ frees its memory, before the allocator returns it.
+"""
+
+SUBSCRIBER_BYTES_MAX: Final = 16 << 10
+"""Bound on the bytes that a remote subscriber sends: its handshake, one subscription, heartbeats.
+
+A connection that reaches it is ended, after about an hour of heartbeats; subscribers connect again
+and fetch the events that they have missed.
+"""
+
+_BYTES_RECEIVED: Final = struct.Struct("=Q")
+_BYTES_RECEIVED_AT: Final = 128
+"""Offset of `tcpi_bytes_received` in the `tcp_info` of Linux."""
 
 HIDDEN: Final = ".full"
 """Suffix of a socket's file while new connections are refused."""
@@ -58,6 +83,8 @@ class ConnectionGuard:
         for path in self._files:
             _hidden(path).unlink(missing_ok=True)
 
+    check_ms: Final = _CHECK_MS
+
     def on_accepted(self, descriptors: Sequence[int]) -> None:
         """Handle new connections; none: time has passed."""
         self._until_count -= len(descriptors)
@@ -86,18 +113,67 @@ class ConnectionGuard:
 
 
 class RemoteGuard:
-    """Ends new remote connections while `descriptors_max` descriptors are open.
+    """Ends new remote connections while `descriptors_max` descriptors are open, and floods.
 
     A port can't be hidden as a file can; its peers find their connections closed and try again.
+    `bytes_max`: by local port, the bytes of a connection that can be unread. `read` has the bytes
+    that were read, by descriptor; ports without it are those of subscribers, whose bytes all count.
     """
 
-    def __init__(self, descriptors_max: int, count: Callable[[], int] = open_descriptors) -> None:
+    def __init__(
+        self,
+        descriptors_max: int,
+        count: Callable[[], int] = open_descriptors,
+        bytes_max: Mapping[int, int] | None = None,
+        read: dict[int, int] | None = None,
+    ) -> None:
         self._high = descriptors_max
         self._count = count
         self._until_count = 0
+        self._bytes_max = bytes_max or {}
+        self._read = {} if read is None else read
+        # The peers of the connections by descriptor: its number can be used again.
+        self._peers: dict[int, object] = {}
+        self._trim_at_s = 0.0
+
+    @property
+    def check_ms(self) -> int:
+        """The time after which `on_accepted` is called again, without a new connection too."""
+        return _FLOOD_CHECK_MS if self._peers or self._trim_at_s else _CHECK_MS
 
     def on_accepted(self, descriptors: Sequence[int]) -> None:
-        """End these connections if there are too many."""
+        """End these connections if there are too many, and any that flood."""
+        self._end_new(descriptors)
+        for descriptor in descriptors:
+            self._read.pop(descriptor, None)
+            with _connection(descriptor) as connection:
+                if connection is not None and connection.family != socket.AF_UNIX:
+                    self._peers[descriptor] = connection.getpeername()
+        for descriptor, peer in [*self._peers.items()]:
+            if not self._check_flood(descriptor, peer):
+                del self._peers[descriptor]
+        if self._trim_at_s and time.monotonic() >= self._trim_at_s:
+            self._trim_at_s = 0.0
+            _return_memory()
+
+    def _check_flood(self, descriptor: int, peer: object) -> bool:
+        """Return whether a connection is still there and within its bound; end it beyond."""
+        with _connection(descriptor) as connection:
+            if connection is None or connection.getpeername() != peer:
+                return False
+            bytes_max = self._bytes_max.get(connection.getsockname()[1])
+            if bytes_max is None:
+                return False
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            (received,) = _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)
+            if received - self._read.get(descriptor, 0) <= bytes_max:
+                return True
+            connection.shutdown(socket.SHUT_RDWR)
+            log.warning("a remote connection is ended: it sent too much", peer=str(peer))
+            self._trim_at_s = time.monotonic() + _TRIM_S
+        return False
+
+    def _end_new(self, descriptors: Sequence[int]) -> None:
         self._until_count -= len(descriptors)
         if not descriptors or self._until_count > 0:
             return
@@ -109,6 +185,30 @@ class RemoteGuard:
 
     def show(self) -> None:
         """Do nothing: nothing is hidden."""
+
+
+@contextlib.contextmanager
+def _connection(descriptor: int) -> Iterator[socket.socket | None]:
+    """Yield a connection without owning its descriptor; None once it is closed.
+
+    Its owner, another thread, can close it meanwhile: the errors of that are ignored.
+    """
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError:
+        yield None
+        return
+    try:
+        with contextlib.suppress(OSError):
+            yield connection
+    finally:
+        connection.detach()
+
+
+def _return_memory() -> None:
+    """Have the allocator return freed memory to the system, if it can."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _end_connections(descriptors: Sequence[int]) -> None:
@@ -152,7 +252,7 @@ class GuardThread:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            accepted = self._wait(_CHECK_MS)
+            accepted = self._wait(min(guard.check_ms for guard in self._guards))
             for guard in self._guards:
                 guard.on_accepted(accepted)
 

@@ -61,6 +61,9 @@ class _Fetch:
     answer: Answer
 
 
+REMADE: Final = "the next snapshot makes the database of events again"
+
+
 class EventStream:
     """The latest events, and fetches of older ones; `wake_fd` is readable when one is complete."""
 
@@ -95,16 +98,20 @@ class EventStream:
         """Drop the events after `last_seq` from the database: a repair has cut their records."""
         if self._stored_seq <= last_seq:
             return
-        with EventWriter(self._directory, self._storage) as writer:
-            writer.cut_after(last_seq)
-        self._stored_seq = last_seq
+        try:
+            with EventWriter(self._directory, self._storage) as writer:
+                writer.cut_after(last_seq)
+            self._stored_seq = last_seq
+        except EventsCorrupt as error:
+            log.warning(REMADE, error=str(error))
+            self._stored_seq = 0
 
     def _newest_stored(self) -> Seq:
         """Return the newest event's number; a database that can't be read is replaced."""
         try:
             return self._reader.newest_seq
         except (EventsCorrupt, LogForeign) as error:
-            log.warning("the next snapshot makes the database of events again", error=str(error))
+            log.warning(REMADE, error=str(error))
             with EventWriter(self._directory, self._storage) as writer:
                 return writer.newest_seq
 

@@ -27,10 +27,11 @@ from loradock.controller.server.access import (
     REQUESTS_DOMAIN,
     Access,
 )
+from loradock.controller.server.connection_guard import SUBSCRIBER_BYTES_MAX
 from loradock.messages.addresses import (
     ENGINE_PORT_OFFSET,
     EVENTS_PORT_OFFSET,
-    SOCKET_PATH_BYTES_MAX,
+    endpoint,
     with_port_offset,
 )
 from loradock.messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
@@ -48,14 +49,22 @@ BYTES_PER_ITERATION: Final = 64 << 20
 BACKLOG: Final = 32
 """Connections that the system queues for `accept` are accepted also when new ones are refused."""
 
+SUBSCRIPTION_BYTES_MAX: Final = 1024
+"""Bound on a frame from a subscriber; those of the handshake are longer than a subscription."""
+
+UNREAD_REQUESTS_BYTES_MAX: Final = 256 << 20
+"""Bound on what a remote client has sent and is not read yet, in messages or in parts of one."""
+
 # ZeroMQ disconnects a peer that sends a longer frame; a shorter one that is too long is answered.
 _REQUEST_BYTES_HARD_MAX: Final = REQUESTS.bytes_max + 8 * FRAME_BYTES_MAX
+
+_CURVE_BYTES: Final = 42
+"""The most bytes that ZeroMQ and CURVE add to a frame."""
 
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 
 # Bounds on the frames queued per peer. A client that sends more has to wait; one that does not read
-# loses replies and events, which it can request again. Requests can be long, so few are queued:
-# the longest ones of one remote client take a little over 1 GiB. The sender learns that frames were
+# loses replies and events, which it can request again. The sender learns that frames were
 # read after half of the bound, so a local client with 64 requests in flight never waits: with a
 # bound of 32 it was answered a sixth slower.
 _REMOTE_REQUESTS_QUEUED_MAX: Final = 32
@@ -97,25 +106,13 @@ class Addresses(NamedTuple):
     events: str
 
 
-def endpoint(directory: Path, name: str) -> str:
-    """Return the address of a controller's socket; raise `TransportError` if it is too long."""
-    path = (directory / "run" / name).absolute()
-    length = len(os.fsencode(path))
-    if length > SOCKET_PATH_BYTES_MAX:
-        raise TransportError(
-            f"{path} has {length} bytes, a socket's path may have at most {SOCKET_PATH_BYTES_MAX}; "
-            "choose a shorter directory"
-        )
-    return f"ipc://{path}"
-
-
 def local_addresses(directory: Path) -> Addresses:
-    """Return the addresses of a controller's sockets in its directory."""
-    return Addresses(
-        endpoint(directory, "requests.sock"),
-        endpoint(directory, "engine.sock"),
-        endpoint(directory, "events.sock"),
-    )
+    """Return the addresses of the sockets in a directory; raises `TransportError` if too long."""
+    names = ("requests.sock", "engine.sock", "events.sock")
+    try:
+        return Addresses(*[endpoint(directory.absolute(), name) for name in names])
+    except ValueError as error:
+        raise TransportError(str(error)) from error
 
 
 def remote_addresses(address: str) -> Addresses:
@@ -146,6 +143,8 @@ class Listener:
         self._is_remote = is_remote
         self._monitored: list[str] = []
         self._authenticator = Authenticator(self._context, access)
+        # The bytes that were read from each remote connection, by its descriptor.
+        self.read: dict[int, int] = {}
         try:
             self.requests = self._open(
                 zmq.ROUTER, _REQUEST_BYTES_HARD_MAX, REQUESTS_DOMAIN if is_remote else LOCAL_DOMAIN
@@ -160,7 +159,7 @@ class Listener:
             self.requests.copy_threshold = LONG_REPLY_BYTES
             self.engine = self._open(zmq.ROUTER, REPORTS.bytes_max, ENGINE_DOMAIN)
             self.events = self._open(
-                zmq.PUB, FRAME_BYTES_MAX, EVENTS_DOMAIN if is_remote else LOCAL_DOMAIN
+                zmq.PUB, SUBSCRIPTION_BYTES_MAX, EVENTS_DOMAIN if is_remote else LOCAL_DOMAIN
             )
             sockets = (self.requests, self.engine, self.events)
             self._bound = tuple(zip(sockets, addresses, strict=True))
@@ -216,15 +215,31 @@ class Listener:
         """Return a reader of the connections that are accepted from now on."""
         return AcceptedConnections(self._context, self._monitored)
 
+    def unread_bytes_max(self) -> dict[int, int]:
+        """Return how many bytes of a remote connection can be unread, by local port."""
+        requests, engine, events = (int(address.rpartition(":")[2]) for _, address in self._bound)
+        return {
+            requests: UNREAD_REQUESTS_BYTES_MAX,
+            engine: 2 * REPORTS.bytes_max,
+            events: SUBSCRIBER_BYTES_MAX,
+        }
+
     def receive_requests(self) -> Iterator[tuple[bytes, str, bytes]]:
         """Yield (peer, user, frame) for requests, up to the bounds of an iteration."""
         if self._is_remote:
-            return _authenticated(self.requests)
+            return _authenticated(self.requests, self._user_and_count)
         return receive(self.requests)
 
     def receive_reports(self) -> Iterator[tuple[bytes, str, bytes]]:
         """Yield (peer, user, frame) for reports, up to the bounds of an iteration."""
-        return _authenticated(self.engine)
+        user_of = self._user_and_count if self._is_remote else _user_of
+        return _authenticated(self.engine, user_of)
+
+    def _user_and_count(self, frame: zmq.Frame) -> str:
+        """Return the user of a frame, and count it for the guard of its connection."""
+        descriptor = int(frame.get(zmq.SRCFD))
+        self.read[descriptor] = self.read.get(descriptor, 0) + len(frame) + _CURVE_BYTES
+        return _user_of(frame)
 
     def stop_monitoring(self) -> None:
         """Report no more connections; a reader of them has to read until then."""
@@ -262,9 +277,11 @@ class AcceptedConnections:
         return descriptors
 
 
-def _authenticated(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, str, bytes]]:
+def _authenticated(
+    socket: "zmq.Socket[bytes]", user_of: Callable[[zmq.Frame], str]
+) -> Iterator[tuple[bytes, str, bytes]]:
     """Return the frames of `receive` that have a user."""
-    return (received for received in receive(socket, _user_of) if received[1])
+    return (received for received in receive(socket, user_of) if received[1])
 
 
 def _user_of(frame: zmq.Frame) -> str:

@@ -157,9 +157,12 @@ def _open_log(config: ServerConfig, settings: SettingsFile) -> Log:
     )
     if opened.recovered.cut_bytes:
         log.warning(
-            "a torn tail was cut: nothing in it had been acknowledged",
+            "an unfinished record was cut from the log's end: a crash leaves one that was not "
+            "acknowledged, a disk that lost bytes also one that was",
+            seq=opened.recovered.next_seq,
             bytes=opened.recovered.cut_bytes,
             file=str(opened.recovered.cut_from),
+            kept_in=str(opened.recovered.kept_in),
         )
     return opened
 

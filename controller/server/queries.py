@@ -116,7 +116,8 @@ class Queries:
                 case requests.ListAdapters():
                     add(route, self._pages.answer(message, sees(user)))
                 case requests.ShowAdapter():
-                    add(route, self._admin.show_adapter(message))
+                    shown = self._admin.show_adapter(message)
+                    add(route, self._access.shown(user, shown))
                 case requests.ShowStatus():
                     add(route, self._admin.status(message, sees(user)))
                 case requests.FetchEvents():

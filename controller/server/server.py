@@ -135,6 +135,7 @@ class Server:
         # The server's own inputs for the next group.
         self._pending = [GroupInput(skipped) for skipped in unlogged_skips]
         self._timer_ns = world.timer_ns
+        self._epoch = 0
         self._beat_ns = 0
         self._published_ns = 0
         self._iterated_ns = time.monotonic_ns()
@@ -217,6 +218,11 @@ class Server:
             for route, message in self._sessions.take_changes():
                 self._outbox.add(route, self._change_settings(message))
             group = self._sessions.take_group()
+        if group and self._controller.world.epoch != self._epoch:
+            # Without a record of this start, copies of what the one before has refused have the
+            # current epoch.
+            self._refuse_group(group, "the server's start is not in the log yet")
+            group = []
         if self._timer_ns and self._clock.now_ns() >= self._timer_ns:
             self._timer_ns = 0
             group.append(GroupInput(records.TimerFired()))
@@ -322,8 +328,8 @@ class Server:
             log.info("default adapter", modality=modality, adapter=default.name, path=default.path)
         world = self._controller.world
         wall_ns = self._clock.wall_ns()
-        epoch = max(world.epoch + 1, wall_ns // 1_000_000_000)
-        started = records.ControllerStarted(epoch, wall_ns - self._clock.now_ns())
+        self._epoch = max(world.epoch + 1, wall_ns // 1_000_000_000)
+        started = records.ControllerStarted(self._epoch, wall_ns - self._clock.now_ns())
         lost = self._supervision.loss_before()
         # Those of earlier starts are refused with the engine that they wait for.
         preloads = preload_requests(self._config.preloads, () if lost else waiting_preloads(world))

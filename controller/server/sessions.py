@@ -32,7 +32,7 @@ from loradock.messages import requests
 from loradock.messages.commands import StartInference
 from loradock.messages.control import CancelRequest, ChangeSettings, StopServer
 from loradock.messages.errors import ErrorCode
-from loradock.messages.ids import AdapterName, RequestId, client_of, scoped, unscoped
+from loradock.messages.ids import AdapterName, Epoch, RequestId, client_of, scoped, unscoped
 from loradock.messages.records import GenerationRequested, InferenceRequested, PoolingRequested
 from loradock.messages.reports import PrivateReport
 from loradock.messages.requests import LifecycleRequest, PrivateRequest
@@ -98,6 +98,9 @@ class ClientSessions:
             self._refuse_at(route, requests.Refused(error.request_id, error.code, str(error)))
             return
         client = self._clients.admit(route, frame.token, user)
+        if 0 < frame.epoch < self._controller.world.epoch:
+            self._outbox.add(route, _of_earlier_start(frame.epoch))
+            return
         for refused in frame.refused:
             self._refuse_at(route, refused)
         # Most requests are local, and a local user may send all of them.
@@ -118,7 +121,12 @@ class ClientSessions:
             elif type(message) is ChangeSettings:
                 self.changes.append((route, message))
             else:
-                self._receive(client, message, body)  # type: ignore[arg-type]
+                own = message if refusal_of is None else self._confined(user, message)
+                self._receive(client, own, body)  # type: ignore[arg-type]
+
+    def _confined(self, user: str, message: requests.Request) -> requests.Request:
+        adapter = self._controller.world.current(getattr(message, "adapter", None) or "")
+        return self._access.confined(user, message, "" if adapter is None else adapter.path)
 
     def _refuse_at(self, route: bytes, refused: requests.Refused) -> None:
         """Refuse a request that has no place in the tables of requests."""
@@ -269,6 +277,7 @@ class ClientSessions:
         route = self._clients.route_of(client)
         if type(reply) is requests.Refused:
             reply = diagnostics.failures.complete(reply)
+            reply = self._access.shown(self._clients.user_of(client), reply)
         if route is not None:
             self._outbox.add(route, _unscoped(reply, own_id))
         if type(reply) in _STREAMED:
@@ -298,6 +307,17 @@ class ClientSessions:
         elif request_id not in world.pending_requests and request_id not in self._refusals:
             retry_ms = LOG_RETRY_MS if code is ErrorCode.LOG_UNAVAILABLE else 0
             self._refuse(request_id, code, why, retry_ms, body_hash)
+
+
+def _of_earlier_start(epoch: Epoch) -> requests.Refused:
+    """Return the answer to a frame that was sent to an earlier start.
+
+    That process can have refused its requests, and such a refusal is in no log. So nothing of the
+    frame is executed. The reply's own frame has the current epoch, for which a client sends again
+    what is unanswered: a request that was refused is not.
+    """
+    earlier = f"the frame is for epoch {epoch}, an earlier start; send unanswered requests again"
+    return requests.Refused("", ErrorCode.CONFLICT, earlier)
 
 
 def _scoped_cancel(

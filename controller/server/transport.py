@@ -33,12 +33,11 @@ from loradock.controller.server.listener import (
     LONG_REPLY_BYTES,
     Listener,
     TransportError,
-    endpoint,
     local_addresses,
     remote_addresses,
 )
 
-__all__ = ["DESCRIPTORS_SAFE", "Transport", "TransportError", "endpoint"]
+__all__ = ["DESCRIPTORS_SAFE", "Transport", "TransportError"]
 
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 _NO_WAIT_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -144,7 +143,9 @@ class Transport:
         addresses = remote_addresses(self._remote_address)
         listener = Listener(addresses, self._pair, self.access, is_remote=True)
         self._add(_REMOTE, listener)
-        guard = RemoteGuard(_descriptors_high()[0] // 2)
+        guard = RemoteGuard(
+            _descriptors_high()[0] // 2, bytes_max=listener.unread_bytes_max(), read=listener.read
+        )
         self._guards.append(GuardThread((guard,), listener.accepted().wait))
 
     def _close_remote(self) -> None:

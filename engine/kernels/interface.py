@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loradock.engine.kernels.block_attention import BlockAttention
 from loradock.engine.kernels.expert_groups import ExpertGroups
-from loradock.engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
 ShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
 """(y, x, slices, groups, scale)."""
@@ -47,6 +47,8 @@ class Kernels(NamedTuple):
 
     `plan_linear`: makes a plan of `linear`; None if the implementation prepares nothing.
     `attention`: over blocks; None if PyTorch's own functions are to be used.
+    `variant_of`: what identifies the compiled kernels of a batch with these bounds; None if the
+    implementation compiles nothing.
     """
 
     shrink: ShrinkKernel
@@ -58,3 +60,4 @@ class Kernels(NamedTuple):
     experts_expand: ExpertsKernel
     plan_linear: PlanLinear | None = None
     attention: BlockAttention | None = None
+    variant_of: Callable[[GroupBounds], object] | None = None

@@ -20,7 +20,7 @@ from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.copier import CollectiveCopier, copier_for
 
 PACKED_BYTES_MIN: Final = 64 << 20
-"""The least weights of a model that are packed: those of smaller ones stay in the caches."""
+"""The least bytes of weights that are packed: smaller models stay in the processor's caches."""
 
 
 class BoundRuntime(NamedTuple):

@@ -63,7 +63,7 @@ class CausalModel(ServedModel):
     """A causal language model, or the language part of an image-text model, that generates.
 
     `max_model_len`: prompt and output of one row together. `eos_ids`: the tokens that end an
-    output. `accepts`: the names of the model's arguments; `cache_argument`: that of its cache.
+    output. `accepts`: the names of the model's arguments; `cache_argument`: the name of its cache.
     `prompt_reader` reads prompts with images. If these are refused, it is None, and
     `no_images_reason` contains the reason.
     `row_lengths`: the lengths that scale positions.
@@ -79,7 +79,7 @@ class CausalModel(ServedModel):
         max_model_len: int = 0,
         processor: Processor | ImagesRefused = _NO_PROCESSOR,
     ) -> None:
-        """Wrap the layers of `model` in place; `processor` may be a reason to refuse images."""
+        """Wrap the layers of `model` in place; `processor` can be a reason to refuse images."""
         super().__init__(model, tokenizer, max_model_len)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.accepts = _accepted(model)
@@ -107,7 +107,7 @@ class CausalModel(ServedModel):
         self._punica = punica
 
     def record_refusal(self, reason: str) -> None:
-        """Add the reason why a faster way to run rows was refused, after those of `_prepare`."""
+        """Append the reason why a faster way to run rows was refused."""
         self.refusals = (*self.refusals, reason)
 
     @torch.inference_mode()

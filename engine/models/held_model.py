@@ -67,7 +67,7 @@ def _embeds_tokens(model: PreTrainedModel) -> bool:
 
 
 class HeldTextModel(ServedModel):
-    """A text model of `transformers` that its program runs, with a cache of its own or none."""
+    """A text model of `transformers` that its program runs, with its own cache or none."""
 
     task = "generate"
 
@@ -127,7 +127,7 @@ def unwrapped_layers(model: nn.Module) -> dict[str, str]:
 
 
 def _unseen(path: str, module: nn.Module) -> list[str]:
-    """Return the layers below a module that it may compute from their weights, uncalled."""
+    """Return the layers below a module that it can compute from their weights, uncalled."""
     if not isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention):
         return []
     return [f"{path}.{name}" if path else name for name, _ in module.named_modules()]

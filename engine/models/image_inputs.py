@@ -50,7 +50,7 @@ def image_arguments(inputs: Sequence[ImageInputs | None], positions: Tensor) -> 
     """Return the arguments of a forward of left-padded rows, some of which have images.
 
     inputs: one entry per row. positions: [rows, tokens] int64, of rows without images; rows with
-    positions of their own replace them.
+    their own positions replace them.
     """
     arguments: dict[str, Any] = {"position_ids": _positions(inputs, positions)}
     present = [one for one in inputs if one is not None]

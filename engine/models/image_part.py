@@ -131,8 +131,8 @@ class ImagePunicaWrapper(PunicaWrapper):
     """The LoRA metadata of a tower or of a connector.
 
     `units`: the number that the encoder received in the current forward, assigned by a hook on the
-    encoder. A layer may have one row per entry of `index_mapping` or of `prompt_mapping`. If
-    `index_mapping` has one entry per unit, it may also have k rows per unit, or one row per k units
+    encoder. A layer can have one row per entry of `index_mapping` or of `prompt_mapping`. If
+    `index_mapping` has one entry per unit, it can also have k rows per unit, or one row per k units
     of one adapter. Order is kept.
     """
 

@@ -151,7 +151,7 @@ def _digest_of(x: Tensor, is_looked_up: bool) -> Tensor:
 
 
 def _input_formats(part: ImagePart) -> Iterator[Callable[[Sequence[int]], ImageTensors]]:
-    """Yield a function per format that the model may accept, from image numbers to tensors."""
+    """Yield a function per format that the model can accept, from image numbers to tensors."""
     parameters = signature(part.features).parameters
     if GRID in parameters:
         yield partial(_patches, part)

@@ -66,7 +66,7 @@ def open_images(files: Sequence[bytes]) -> list[Image.Image]:
         if pixels > PROMPT_PIXELS_MAX:
             raise Malformed(
                 f"the first {number} of {len(files)} images have {pixels} pixels; at most "
-                f"{PROMPT_PIXELS_MAX} of a prompt are read: send fewer, or smaller ones"
+                f"{PROMPT_PIXELS_MAX} of a prompt are read: send fewer or smaller images"
             )
     return images
 
@@ -87,7 +87,7 @@ def open_image(data: bytes, number: int = 1) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise _too_large(number, "far too many") from error
     except _DECODING_FAILURES as error:
-        # A decoder's message may contain bytes of the file, so only the error's type is reported.
+        # A decoder's message can contain bytes of the file, so only the error's type is reported.
         raise Malformed(
             f"image {number} can't be read ({type(error).__name__}); send a complete, undamaged "
             f"file of one of {', '.join(FORMATS)}"

@@ -135,7 +135,7 @@ class GrowableKVLayer(CacheLayerMixin):  # type: ignore[misc]
             self._reallocate(0, next_power_of_two(self.rows), next_power_of_two(self.width + 1))
 
     def get_seq_length(self) -> int:
-        """Return the number of columns before those of a forward."""
+        """Return the number of columns before the columns of a forward."""
         return self.width
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

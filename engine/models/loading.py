@@ -48,7 +48,7 @@ _OPTIONAL_WEIGHTS: Final[Mapping[Task, frozenset[str]]] = {
     "embed": frozenset({"pooler"}),
     "classify": frozenset(CLASSIFIERS),
 }
-"""Weights that a saved model may lack: an unused pooler, and a head that adapters contain."""
+"""Weights that a saved model can lack: an unused pooler, and a head that adapters contain."""
 
 _NAMED_MAX: Final = 5
 
@@ -138,7 +138,7 @@ def _move_to_device(model: PreTrainedModel, config: EngineConfig) -> None:
     try:
         device = config.torch_device
         if device.index:
-            # Kernels are launched on the thread's current device, not on that of their operands.
+            # Kernels are launched on the thread's current device, not where their operands are.
             torch.cuda.set_device(device)
         if not is_quantized(model):
             # A quantised model is on its device already, and some kinds can't be moved.

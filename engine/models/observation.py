@@ -61,7 +61,7 @@ ROWS: Final = 2
 
 
 class RowShapes(NamedTuple):
-    """The shapes that a layer's input rows may have, in the probe's prefill and decode step.
+    """The shapes that a layer's input rows can have, in the probe's prefill and decode step.
 
     `alone`: the tokens of prompts that are run alone; empty if all are run together.
     """
@@ -71,7 +71,7 @@ class RowShapes(NamedTuple):
     alone: frozenset[int] = frozenset()
 
     def is_alone(self, shape: tuple[int, ...]) -> bool:
-        """Return whether an input can be that of a row which is run alone."""
+        """Return whether an input can be of a row that is run alone."""
         return bool(self.alone) and (len(shape) != 1 or shape[0] in self.alone)
 
 
@@ -143,9 +143,7 @@ class ObservedInputs:
 
 
 def is_first_column(together: RecordedInput, alone: RecordedInput) -> bool:
-    """Return whether an input of all rows is [tokens, rows, ...], and that of the first row its
-    column.
-    """
+    """Return whether an input of all rows is [tokens, rows, ...] with the first row as a column."""
     tokens, *rest = together.shape
     is_column = rest[:1] == [ROWS] and alone.shape == (tokens, 1, *rest[1:])
     if not is_column or together.values is None or alone.values is None:

@@ -20,7 +20,7 @@ from loradock.engine.layers.packed import PackedLinear, PackedSlice, SharedCall
 
 
 class PackingRule(NamedTuple):
-    """Names of sibling projections that may read the same input, and the layer that packs them."""
+    """Names of sibling projections that can read the same input, and the layer that packs them."""
 
     parent: str
     children: tuple[str, ...]
@@ -125,7 +125,7 @@ def _is_plain(layer: nn.Module) -> bool:
     """Return whether a layer is only a matrix product: a whole linear layer, or a rank's rows of
     one.
 
-    A quantised one is not: its class or its weight's has a product of its own.
+    A quantised one is not: its class or its weight's has its own product.
     """
     if isinstance(layer, ColumnParallelLinear):
         return not layer.gathers

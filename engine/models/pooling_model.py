@@ -23,7 +23,7 @@ from loradock.engine.punica.mapping import LoRAMapping
 from loradock.messages.views import PoolingTask
 
 VECTOR_NUMBERS_MAX: Final = (1 << 22) // 4
-"""The most numbers of one vector that a report may contain."""
+"""The most numbers of one vector that a report can contain."""
 
 
 class PoolingModel(ServedModel):
@@ -47,7 +47,7 @@ class PoolingModel(ServedModel):
         super().__init__(model, tokenizer, max_model_len)
         self.task = task
         self._row_lengths = scale_by_length(model)
-        # A tokenizer without a limit of its own has one that no text reaches.
+        # The limit of a tokenizer that was saved without one is beyond any text.
         read_max = options.tokens_max or getattr(tokenizer, "model_max_length", 0)
         limits = (self.max_model_len, read_max, _positions_max(model))
         self.max_model_len = min(limit for limit in limits if limit > 0)
@@ -107,7 +107,7 @@ class PoolingModel(ServedModel):
         """Return a client's result for `forward`'s rows: vectors, or scores of the labels.
 
         Scores are the logits of a regression. They are independent probabilities if several labels
-        may hold or there is only one, else probabilities with a sum of 1.
+        can hold or there is only one, else probabilities with a sum of 1.
         """
         if self.task == "embed":
             return normalize(pooled) if self._normalize else pooled

@@ -86,7 +86,7 @@ class RowLengths:
         self.limit: Final = min((scale.limit for scale in scales), default=0)
         self.restarts: Final = restarts
         self._is_dynamic = any(scale.kind == _DYNAMIC for scale in scales)
-        # Lengths of prompts, [rows, 1], [1, tokens] or 0 if all tokens are generated ones; None
+        # Lengths of prompts, [rows, 1], [1, tokens] or 0 if all tokens are generated; None
         # outside of a forward pass.
         self.floors: Tensor | int | None = None
         self.longest: int | None = None
@@ -94,7 +94,7 @@ class RowLengths:
     def prompt_length(self, prompt: int, tokens: int) -> int:
         """Return the length of the pass that computes a row's first tokens.
 
-        prompt: the tokens of its prompt. tokens: those of the row so far.
+        prompt: the tokens of its prompt. tokens: the tokens of the row so far.
         """
         if self.restarts and prompt <= self.limit < tokens:
             return self.limit + 1
@@ -112,8 +112,8 @@ class RowLengths:
     ) -> Iterator[None]:
         """Use these lengths within the context.
 
-        prompts: the length of each row's prompt as one column, or one row with that of each token
-        of a flat pass; None if all tokens are generated ones. longest: the most tokens of a row;
+        prompts: the length of each row's prompt as one column, or one row with the length for each
+        token of a packed pass; None if all tokens are generated. longest: the most tokens of a row;
         None if it is known to the device alone.
         """
         if self.limit:
@@ -128,7 +128,7 @@ class RowLengths:
 class LengthScaledRotary(nn.Module):
     """A model's own rotary embedding, called for each length that occurs in a batch.
 
-    A call with one more position, that of the last token of a row with this length, makes it choose
+    A call with one more position, of the last token of a row with this length, makes it choose
     the frequencies; the result of that position is dropped.
     """
 
@@ -244,7 +244,7 @@ def _dynamic(
 def _dynamic_at(compute: Callable[[Tensor], Any], positions: Tensor, last: int) -> Any:
     """Return the result with the frequencies of rows whose last position is `last`.
 
-    The module keeps those of the longest row so far until a short one resets it.
+    The module keeps the frequencies of the longest row so far until a short one resets it.
     """
     compute(positions.new_zeros(1, 1))
     return _at(compute, positions, last) if last else compute(positions)

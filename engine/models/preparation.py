@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 
 
 class WrapScope(NamedTuple):
-    """The part of a model that may be wrapped, and the wrappers.
+    """The part of a model that can be wrapped, and the wrappers.
 
     `targets`: suffixes or full names of layers, None for all. `table`: the wrapper of each kind of
     layer. `images`: the model's part that reads images, None if it has none; its layers are wrapped
@@ -72,7 +72,7 @@ class PreparedLayers(NamedTuple):
 
     `layers`: wrappers by path. `parts`: the part of the model that each of them belongs to.
     `image_layers`: the paths of layers that read images and have a wrapper, wrapped or not.
-    `norms`: those that adapters may replace whole, which see every token. `spec`: the index of the
+    `norms`: norms that adapters can replace whole, which see every token. `spec`: the index of the
     probe that was chosen. `refusals`: why those before it were refused.
     """
 
@@ -87,7 +87,7 @@ class PreparedLayers(NamedTuple):
 class ProbeResult(NamedTuple):
     """The layers that a probe found mappable, with their parts, and which of them share inputs.
 
-    `unordered`: those of them whose rows are in no order of a mapping.
+    `unordered`: layers among them whose rows are in no order of a mapping.
     """
 
     parts: Mapping[str, MappingType]

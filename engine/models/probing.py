@@ -55,7 +55,7 @@ class ProbeSpec(NamedTuple):
     """A way to run a model for a probe: two batches of prompts, the second with one token per row.
 
     `run` accepts prompts and a token, and returns the results of both batches, [2, rows, width].
-    `batch` describes the batch for an error text. `rows`: the input rows that a body layer may
+    `batch` describes the batch for an error text. `rows`: the input rows that a body layer can
     have. `is_tolerant`: layers with other rows are wrapped too, for batches of one adapter.
     `joined`: as `run`, with prompts that are prefilled apart and then joined. `whole`: the logits
     after a text in one forward pass without a cache, [1, width]. `generated`: the logits after a
@@ -119,7 +119,7 @@ def find_column_layers(
 
 def _compare(spec: ProbeSpec, together: Tensor, prompts: Prompts, token: int) -> None:
     """Raise `ModelRefused` if rows differ from the same rows alone, or from a whole forward."""
-    # In one norm: a classifier's row may be a single number that is nearly zero.
+    # In one norm: a classifier's row can be a single number that is nearly zero.
     alone = torch.stack([spec.run([prompt], token)[:, 0] for prompt in prompts], dim=1)
     check_same(together, alone)
     if spec.joined is not None:
@@ -190,7 +190,7 @@ def steps_after(token: int) -> list[int]:
 def pooling_probe(forward: PoolingForward, dtype: torch.dtype) -> ProbeSpec:
     """Return the probe of a pooling model: two forwards.
 
-    A layer of the body may also receive one row per prompt, as a pooler does. `dtype` is the
+    A layer of the body can also receive one row per prompt, as a pooler does. `dtype` is the
     model's own; its float32 results are compared with the rounding of that dtype.
     """
 
@@ -230,7 +230,7 @@ _ROUNDING_HALF: Final = 0.02
 def is_bidirectional(states: PoolingForward, vocab_size: int) -> bool:
     """Return whether a token's states depend on the tokens after it.
 
-    `states` returns those of each token, [rows, tokens, width]. Two texts with the same beginning
+    `states` returns one vector per token, [rows, tokens, width]. Two texts with the same beginning
     are compared without their first token, to which many models attend regardless of its content.
     If experts are chosen, later tokens change how tokens are grouped and so their rounding, but
     no more. Raises `ModelRefused` if the model does not run.

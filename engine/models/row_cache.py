@@ -38,7 +38,7 @@ from loradock.engine.models.library.names import (
 class RowCache(ABC):
     """The states of a batch's rows, row by row in its order, and each row's number of tokens.
 
-    `lengths`: the tokens of each row, those of the next forward included. `offsets`: the position
+    `lengths`: the tokens of each row, with the tokens of the next forward. `offsets`: the position
     of a row's next token minus its length. `prompt_lengths`: the tokens of each row's prompt, of
     which a forward can process a part; the first lengths, unless they are set.
     """
@@ -363,7 +363,7 @@ def find_module_states(model: nn.Module) -> tuple[ModuleState, ...]:
 
 
 def _write_states(states: Sequence[ModuleState], values: ModuleValues) -> None:
-    """Set the values of a row before its forward pass; without values those of a new row."""
+    """Set the values of a row before its forward pass; without values the values of a new row."""
     for state, value in zip(states, values or [None] * len(states), strict=True):
         setattr(state.module, state.name, value)
 
@@ -398,7 +398,7 @@ class SingleRows(RowStates):
         self._with_positions = with_positions
 
     def forward(self, model: PreTrainedModel, row: int, tokens: Tensor) -> Tensor:
-        """Return logits, [1, columns, vocabulary], of which the last are those of the new tokens.
+        """Return logits, [1, columns, vocabulary], of which the last columns are of the new tokens.
 
         tokens: [new] int64. A model without states has columns for all tokens.
         """

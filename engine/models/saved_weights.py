@@ -267,7 +267,7 @@ S = TypeVar("S", bound=Split)
 class WeightsSource(NamedTuple):
     """A saved model: its directory, the class of `transformers` that loads it, and its config.
 
-    `dtype`: of the loaded model; "auto" is the one that it was saved in.
+    `dtype`: of the loaded model; "auto" is the dtype that it was saved in.
     """
 
     directory: Path
@@ -335,7 +335,7 @@ INTERVAL_S: Final = 5.0
 """The time between two reports."""
 
 Report = Callable[[int, int], None]
-"""Receives the number of tensors that were loaded, and that of all."""
+"""Receives the numbers of loaded tensors and of all tensors."""
 
 _LOADING: Final = "Loading weights"
 """The title of the progress bar of `transformers`."""

@@ -110,7 +110,7 @@ def _shares(weight: object, other: Tensor) -> bool:
     """Return whether a weight is another one, or rows of it, as a rank's part of a tied head is."""
     if weight is other or not isinstance(weight, Tensor):
         return weight is other
-    # Quantised and other special tensors have no storage of their own.
+    # Quantised and other special tensors have no storage.
     have_storage = all(type(one.data) is Tensor and not one.is_meta for one in (weight, other))
     return (
         have_storage
@@ -162,7 +162,7 @@ class ServedModel:
 
     `layers`: name -> wrapper, in the directory's order; `parts`: the part of the model that each of
     them belongs to; `image_layers`: the paths of those that read images, wrapped or not. `dtype`:
-    the model's; `equivalences`: see `equivalences_of`. `norms`: those that adapters may replace.
+    the model's; `equivalences`: see `equivalences_of`. `norms`: norms that adapters can replace.
     `image_part`: the modules that read images, None if requests contain none. `image_mapper`: sets
     the adapters of images. `shapes`: one `ModuleShape` per slice, by index. `vocab_size`: the rows
     of the token embedding. `max_model_len`: the tokens of one row. `tokenizer` None: prompts
@@ -256,8 +256,7 @@ class ServedModel:
     def _vocabulary(self) -> Vocabulary | None:
         """Return the tokens of the model's tokenizer; None if the tokenizer is not known.
 
-        A model that was loaded elsewhere has that of the directory, or of the cache's model, that
-        it was loaded from.
+        A model that was loaded elsewhere has the tokenizer of its directory or cached model.
         """
         tokenizer, origin = self.tokenizer, getattr(self.model, "name_or_path", "")
         if tokenizer is None and origin:
@@ -290,7 +289,7 @@ class ServedModel:
     ) -> None:
         """Bind every wrapped layer to its columns of `arena`, and to its part's mapping.
 
-        `image_punicas`: those of the tower and of the connector; a layer of a part that has none
+        `image_punicas`: the wrappers of tower and connector; a layer of a part without a wrapper
         computes the base model alone.
         """
         columns = iter([shape.index for shape in self.shapes])

@@ -52,7 +52,7 @@ def shard_model(
 class Sharding:
     """The change of one model for one rank, by its plan.
 
-    `model` is changed in place. `bytes_read`: those of its part in files; None if all was read.
+    `model` is changed in place. `bytes_read`: of its part in files; None if all was read.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ def _whole(_name: str, layer: nn.Module) -> nn.Module:
 def _outputs(model: PreTrainedModel, device: torch.device) -> Tensor:
     """Return the model's outputs for a short prompt, flattened, on the host.
 
-    A classifier's labels may be few, or one that is nearly zero, so its hidden states are included.
+    A classifier can have few labels, or one that is nearly zero, so its hidden states are included.
     """
     tokens = torch.arange(_PROMPT_TOKENS, device=device)[None]
     arguments = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
@@ -348,7 +348,7 @@ def _outputs(model: PreTrainedModel, device: torch.device) -> Tensor:
 class WholeLayer:
     """A layer before it was split, without its weights, and this rank's part of it.
 
-    `shapes`: those of its parameters by name.
+    `shapes`: of its parameters, by name.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class WholeLayer:
             self._layer.register_parameter(name, None)
 
     def gather_on_call(self, device: torch.device) -> ExitStack:
-        """Let each call of the layer gather its weights first, and drop them after it.
+        """Gather the weights before each call of the layer, and drop them after it.
 
         Closing the result ends that.
         """

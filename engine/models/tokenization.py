@@ -69,7 +69,7 @@ def _cut_text(model: ServedModel, text: str, truncation: Truncation) -> str:
 def check_tokens(model: ServedModel, tokens: Sequence[int], output_tokens: int) -> None:
     """Raise `Malformed` for a token unknown to the model, `ContextExceeded` for too many.
 
-    Tokens that stand for images may be beyond the embedding, because they are not looked up.
+    Tokens that stand for images can be beyond the embedding, because they are not looked up.
     """
     beyond = [token for token in tokens if token >= model.vocab_size]
     unknown = [token for token in beyond if token not in model.media_tokens]

@@ -15,7 +15,7 @@ from itertools import count
 
 import torch
 
-from loradock.engine.errors import Conflict, DeviceOutOfMemory, NotResident
+from loradock.engine.errors import Conflict, DeviceOutOfMemory, NotResident, is_out_of_memory
 from loradock.engine.kernels.directory import SlotDirectory
 from loradock.engine.layout import (
     ABSENT,
@@ -52,6 +52,8 @@ class _Write:
     owner: int
     generation: int
     copy: Copy
+    # The generation that is in the slot until this write is finished; 0 if none is.
+    replaces: int
 
 
 class Arena:
@@ -115,15 +117,18 @@ class Arena:
         """Wait for running copies; the arena is not written after that."""
         self._copier.close()
 
-    def begin_write(self, slot: int, generation: int, blob: Blob) -> None:
+    def begin_write(self, slot: int, generation: int, blob: Blob, replaces: int = 0) -> None:
         """Allocate an extent for `slot` and begin to copy `blob` into it; publishes nothing.
+
+        replaces: the generation in the slot that will be reset before `finish_write`.
 
         Raises `DeviceOutOfMemory`, `Conflict` if the slot is in use or `generation` is not above
         the slot's last, and `ValueError` for a blob that was staged for another arena.
         """
         self._check_slot(slot)
         self._check_blob(blob)
-        if self._is_used(slot):
+        is_replaced = slot not in self._writes and self._residents.get(slot) == replaces
+        if self._is_used(slot) and not is_replaced:
             raise Conflict(f"slot {slot} {self._describe(slot)}; reset it before writing it")
         if generation <= self.generations[slot]:
             raise Conflict(
@@ -139,7 +144,7 @@ class Arena:
             self._extents.free(owner)
             raise
         self._slot_extents[owner] = published
-        self._writes[slot] = _Write(owner, generation, copy)
+        self._writes[slot] = _Write(owner, generation, copy, replaces)
 
     def is_copied(self, slot: int) -> bool:
         """Return whether the slot's unfinished write was copied, or failed; never blocks."""
@@ -189,8 +194,9 @@ class Arena:
         Raises `NotResident` unless exactly this generation is published there.
         """
         self.check_generation(slot, generation)
+        being_written = self._owners_being_written()
         for owner, slot_extent in list(self._slot_extents.items()):
-            if slot_extent.slot == slot:
+            if slot_extent.slot == slot and owner not in being_written:
                 self._free(owner)
         del self._residents[slot]
         self.resets += 1
@@ -298,7 +304,10 @@ class Arena:
             "the device's ranks differ from the host's": torch.equal(
                 ranks, self.directory.ranks.cpu()
             ),
-            "a slot is resident and written": not self._residents.keys() & self._writes.keys(),
+            "a slot is resident and written": all(
+                self._residents[slot] == self._writes[slot].replaces
+                for slot in self._residents.keys() & self._writes.keys()
+            ),
         }.items():
             if not claim:
                 raise AssertionError(name)
@@ -314,7 +323,9 @@ class Arena:
         if self._extents.allocate(owner, size_bytes) is None:
             try:
                 self._compact(size_bytes)
-            except (MemoryError, torch.OutOfMemoryError) as error:
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 # No lack of memory for this write alone: other adapters may be half moved.
                 raise RuntimeError(f"compacting the arena failed: {error!r}") from error
             self._extents.allocate(owner, size_bytes)

@@ -34,6 +34,7 @@ from loradock.engine.jobs import Jobs
 from loradock.engine.layout import ModuleShape
 from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.host_adapters import CheckedAdapters, HostAdapter
+from loradock.engine.residency.pinned import PinnedMemory
 from loradock.engine.residency.staging import Blob, stage
 from loradock.messages import commands, reports
 from loradock.messages.errors import ErrorCode
@@ -45,6 +46,7 @@ from loradock.messages.ids import (
     PINNED,
     AdapterId,
     AdapterState,
+    Generation,
     OpId,
     Slot,
 )
@@ -86,9 +88,10 @@ class OperationJob(NamedTuple):
 class Residency:
     """The adapters on the host and in an arena's slots, and the commands that move them.
 
-    `read` reads the files of an adapter. `report` is called with every report, in order. `pins`:
-    whether blobs are page-locked. `residents[slot]` is the adapter in a slot, None for none;
-    `residents` and `host_adapters` are read by other modules and changed only here.
+    `read` reads the files of an adapter. `report` is called with every report, in order. `pinned`:
+    the memory of staged blobs, None for pageable memory. `residents[slot]` is the adapter in a
+    slot, None if absent; `residents` and `host_adapters` are read by other modules and changed only
+    here.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Residency:
         read: Read,
         jobs: Jobs[OperationJob],
         report: Callable[[reports.OperationReport], None],
-        pins: bool,
+        pinned: PinnedMemory | None,
     ) -> None:
         self.arena: Final = arena
         self.residents: Final[list[AdapterId | None]] = [None] * arena.max_loras
@@ -108,9 +111,11 @@ class Residency:
         self._read = read
         self._jobs = jobs
         self._report = report
-        self._pins = pins
+        self._pinned = pinned
         self._in_flight: dict[OpId, AdapterId] = {}
         self._copies: dict[Slot, commands.WriteSlot] = {}
+        # The generation of each slot that was reported as reset and still has its adapter.
+        self._vacated: dict[Slot, Generation] = {}
         # Complete copies that were reported during a step and whose slots are not published yet.
         self._unpublished: list[commands.WriteSlot] = []
         self._handlers: Final[dict[type, Callable[[Any], None]]] = {
@@ -120,7 +125,7 @@ class Residency:
             commands.UnstageWeights: self.unstage_weights,
             commands.WriteSlot: self.write_slot,
             commands.ResetSlot: self.reset_slot,
-            commands.PreemptSlot: self.reset_slot,
+            commands.PreemptSlot: self.vacate_slot,
             commands.DropWeights: self.drop_weights,
             commands.SetMapping: self.set_mapping,
         }
@@ -153,11 +158,16 @@ class Residency:
     def can_begin_beside_step(self, command: commands.Command) -> TypeGuard[ResidencyCommand]:
         """Return whether a command can be executed during a forward pass, which won't notice it.
 
-        A write is, if no other adapter has to be moved for it: its copy is, and not its row.
+        A write is, if no other adapter has to be moved or cleared for it: its copy is, and not its
+        row.
         """
         if isinstance(command, commands.WriteSlot):
             adapter = self.host_adapters.get(command.adapter_id)
-            return adapter is not None and self.arena.has_hole(adapter.blob_bytes)
+            if adapter is None or command.adapter_id in map(
+                self.residents.__getitem__, self._vacated
+            ):
+                return False
+            return self.arena.has_hole(adapter.blob_bytes)
         return isinstance(command, _HOST_COMMANDS)
 
     def execute(self, command: ResidencyCommand) -> None:
@@ -293,17 +303,41 @@ class Residency:
     def write_slot(self, command: commands.WriteSlot) -> None:
         """Start to copy a blob into a slot; once it is copied, `collect` publishes the slot."""
         _, blob = self._require_staged(command.adapter_id)
-        self.arena.begin_write(command.slot, command.generation, blob)
+        self._make_way(command.adapter_id, blob)
+        replaced = self._vacated.get(command.slot, 0)
+        self.arena.begin_write(command.slot, command.generation, blob, replaced)
         self._in_flight[command.op] = command.adapter_id
         self._copies[command.slot] = command
 
-    def reset_slot(self, command: commands.ResetSlot | commands.PreemptSlot) -> None:
-        """Clear a slot; sequences that use it and are not suspended fail at the next step."""
-        self.arena.reset(command.slot, command.generation)
+    def reset_slot(self, command: commands.ResetSlot) -> None:
+        """Clear a slot; sequences that use it fail at the next step."""
+        self.vacate_slot(command)
+        self._clear(command.slot)
+
+    def vacate_slot(self, command: commands.ResetSlot | commands.PreemptSlot) -> None:
+        """Report a slot as reset; it keeps its adapter until the copy of another one is complete.
+
+        So the sequences that leave the slot are computed during that copy.
+        """
+        if command.slot in self._vacated:
+            self._clear(command.slot)
+        self.arena.check_generation(command.slot, command.generation)
         adapter = self.host_adapters[self.residents[command.slot] or BASE_MODEL]
         adapter.slot, adapter.generation = NO_SLOT, 0
-        self.residents[command.slot] = None
+        self._vacated[command.slot] = command.generation
         self._report(reports.SlotReset(command.op))
+
+    def _make_way(self, adapter_id: AdapterId, blob: Blob) -> None:
+        """Clear the vacated slots with this adapter, and all if there is no hole for its blob."""
+        has_hole = self.arena.has_hole(blob.size_bytes)
+        for slot in tuple(self._vacated):
+            if not has_hole or self.residents[slot] == adapter_id:
+                self._clear(slot)
+
+    def _clear(self, slot: Slot) -> None:
+        """Clear a vacated slot."""
+        self.arena.reset(slot, self._vacated.pop(slot))
+        self.residents[slot] = None
 
     def drop_weights(self, command: commands.DropWeights) -> None:
         """Forget an adapter; L010 while it is in a slot or one of its operations is unfinished."""
@@ -314,6 +348,8 @@ class Residency:
     def set_mapping(self, command: commands.SetMapping) -> None:
         """Confirm a batch's active set: every slot has the generation that is named."""
         for reference in command.active:
+            if reference.slot in self._vacated:
+                self._clear(reference.slot)
             self.arena.check_generation(reference.slot, reference.generation)
         self._report(reports.MappingSet(command.op))
 
@@ -334,8 +370,8 @@ class Residency:
     def _pack(self, weights: LoRAModel | Blob) -> Blob:
         """Return the blob of an adapter that is not staged; a job, so it changes nothing here."""
         if isinstance(weights, Blob):
-            return weights.to_pinned() if self._pins else weights
-        return stage(weights, self._modules, self.arena.dtype, self._pins)
+            return weights if self._pinned is None else weights.to_pinned(self._pinned)
+        return stage(weights, self._modules, self.arena.dtype, self._pinned)
 
     def _finish_copy(self, slot: Slot) -> None:
         command = self._copies.pop(slot)
@@ -349,6 +385,8 @@ class Residency:
     def _publish(self, command: commands.WriteSlot) -> None:
         """Let a slot have its adapter; raises what the copy raised, and then it has none."""
         del self._in_flight[command.op]
+        if command.slot in self._vacated:
+            self._clear(command.slot)
         self.arena.finish_write(command.slot)
         adapter = self.host_adapters[command.adapter_id]
         adapter.slot, adapter.generation = command.slot, command.generation

@@ -99,13 +99,6 @@ class Waiting(NamedTuple):
     is_resident: Callable[[Sequence], bool]
 
 
-class StepBudget(NamedTuple):
-    """The most tokens per step, and whether prompts are divided into chunks to keep it."""
-
-    tokens: int
-    chunks: bool
-
-
 class KVUse(NamedTuple):
     """The bytes of keys and values, and their budget, 0 if there is none; and their layout.
 

@@ -13,7 +13,7 @@ from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.serving.sampling import NOT_FINITE, NOT_STRUCTURED
 from loradock.engine.serving.sequence import PreparedPrompt, Sequence
 from loradock.messages.commands import StartGeneration
-from loradock.messages.ids import OpId, RequestId, Slot
+from loradock.messages.ids import AdapterId, OpId, RequestId, Slot
 from loradock.messages.reports import GenerationEnded, OperationFailed, PrivateReport, Report
 from loradock.messages.requests import TokensStreamed
 from loradock.messages.views import FinishReason
@@ -73,6 +73,8 @@ class Generation:
 
     def __init__(self, command: StartGeneration, model: CausalModel) -> None:
         self.op: Final = command.op
+        # Whether its sequences are in the queue or in the batch, while it is to leave its slot.
+        self.is_computed = True
         self.sequences = [Sequence(command, model)]
         self._model = model
         self._prepared: PreparedPrompt | None = None
@@ -95,10 +97,21 @@ class Generation:
         self._prepared = None
         return others
 
-    def uses(self, slot: Slot, slot_version: int) -> bool:
-        """Return whether its adapter is in this slot."""
+    @property
+    def adapter_id(self) -> AdapterId:
+        """Its adapter's id."""
+        return self.sequences[0].command.adapter_id
+
+    @property
+    def place(self) -> tuple[Slot, int]:
+        """The slot that its adapter is or was in, and the slot's version."""
         command = self.sequences[0].command
-        return (command.slot, command.generation) == (slot, slot_version)
+        return command.slot, command.generation
+
+    @property
+    def slice_tokens(self) -> int:
+        """The most tokens that one of its sequences has generated in its time slice."""
+        return max(one.slice_tokens for one in self.sequences)
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -112,12 +125,16 @@ class Generation:
 
 
 class Generations:
-    """All generations in progress, by request; their reports leave through `emit`."""
+    """All generations in progress, by request; their reports leave through `emit`.
+
+    `suspended`: those that leave or have left their slots, until their adapters are in slots again.
+    """
 
     def __init__(self, model: CausalModel, emit: Callable[[Report], None]) -> None:
         self._model = model
         self._emit: Final = emit
         self._active: dict[RequestId, Generation] = {}
+        self.suspended: Final[dict[OpId, Generation]] = {}
         self._outputs = OutputCache()
 
     def __contains__(self, request_id: object) -> bool:
@@ -145,7 +162,7 @@ class Generations:
 
     def using(self, slot: Slot, slot_version: int) -> list[Generation]:
         """Return the generations whose adapter is in this slot, the oldest first."""
-        return [one for one in self._active.values() if one.uses(slot, slot_version)]
+        return [one for one in self._active.values() if one.place == (slot, slot_version)]
 
     def append(self, sequence: Sequence, token: int) -> bool:
         """Append a token to a sequence, report it, and return whether the sequence continues."""
@@ -210,6 +227,7 @@ class Generations:
         """Drop a generation, except for its outputs."""
         for sequence in generation.sequences:
             sequence.is_active = False
+        self.suspended.pop(generation.op, None)
         del self._active[generation.sequences[0].command.request_id]
         self._outputs.put(*(one.full_output() for one in generation.sequences))
 

@@ -20,21 +20,18 @@ from loradock.engine.models.probing import MakeCache
 from loradock.engine.models.row_cache import RowCache, RowStates
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.engine.serving.blocks import block_keys
+from loradock.engine.serving.budget import STEP_TOKENS_MAX, StepBudget
 from loradock.engine.serving.forward import (
     BatchEvents,
     ForwardError,
     ForwardRunner,
     KVUse,
-    StepBudget,
     Waiting,
     decode_mapping,
 )
 from loradock.engine.serving.prefix_states import Beginning, PrefixStates
 from loradock.engine.serving.sampling import PromptChunk
 from loradock.engine.serving.sequence import Sequence
-
-STEP_TOKENS_MAX: Final = 8192
-"""The most tokens of a step in which prompts are not divided."""
 
 WIDTH_PADDED_MAX: Final = 32
 """Prompts up to this length are prefilled together however different they are."""
@@ -402,6 +399,7 @@ class PaddedBatch:
     def _prefill(self, batch: PrefillBatch) -> None:
         """Prefill a chunk of a group; its sequences join the batch after the last one."""
         chunk = batch.next_chunk(self._chunk_tokens(batch))
+        self.budget.count(chunk.numel())
         is_scored = batch.needs_prompt_logprobs
         run = self._model.forward_all if is_scored else self._model.forward
         forward = partial(run, chunk, batch.cache, batch.images)
@@ -435,7 +433,7 @@ class PaddedBatch:
         """Return the most tokens of a group's next chunk, padding included."""
         if not self.budget.chunks:
             return STEP_TOKENS_MAX
-        tokens_max = self.budget.tokens - len(self._running)
+        tokens_max = self.budget.prompt_tokens(len(self._running))
         if batch.needs_prompt_logprobs:
             tokens_max = min(tokens_max, self._runner.scored_tokens_max)
         return tokens_max
@@ -457,6 +455,7 @@ class PaddedBatch:
     def _decode(self) -> None:
         self._cache.grow(1)
         running = self._running
+        self.budget.count(len(running))
         tokens = torch.tensor([[sequence.output.tokens[-1]] for sequence in running])
         run = partial(self._model.forward, tokens, self._cache)
         try:

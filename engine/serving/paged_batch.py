@@ -29,6 +29,7 @@ from loradock.engine.serving.blocks import (
     Prefix,
     blocks_of,
 )
+from loradock.engine.serving.budget import StepBudget
 from loradock.engine.serving.decoding import CapturedDecode
 from loradock.engine.serving.forward import (
     BatchEvents,
@@ -36,7 +37,6 @@ from loradock.engine.serving.forward import (
     ForwardRunner,
     KVUse,
     PackedModel,
-    StepBudget,
     Waiting,
     adapter_ids_of,
     decode_mapping,
@@ -234,13 +234,14 @@ class PagedBatch:
             self._reserve_or_preempt(one, one.table.length + 1)
         parts = [(one, 1) for one in self._members if one.is_prefilled]
         if len(parts) < len(self._members):
-            chunks = self._chunks(max(1, self.budget.tokens - len(parts)))
+            chunks = self._chunks(max(1, self.budget.prompt_tokens(len(parts))))
             # A chunk of the first prompt may have taken the blocks of a running sequence.
             parts = [(one, 1) for one in self._members if one.is_prefilled]
             parts += [(one, count) for one, count in chunks if one in self._members]
         # Sequences of one adapter are adjacent, so that kernels read and write them in place.
         parts.sort(key=lambda part: part[0].sequence.command.slot)
         if parts:
+            self.budget.count(sum(count for _, count in parts))
             self._run(parts)
 
     def _member_of(self, sequence: Sequence) -> PagedSequence:

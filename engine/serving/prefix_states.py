@@ -1,6 +1,6 @@
 """States of prompts' beginnings, which later prompts of a model with recurrent states continue.
 
-Keys and values can be cut at any token; a recurrent state is that of one end alone. So the states
+Keys and values can be cut at any token; a recurrent state belongs to one end alone. So the states
 of a prompt are copied where another prompt can be expected to continue: at the end of its last full
 block, as the next turn of a conversation does, and where it leaves the beginning of an earlier
 prompt, as prompts with a common instruction do. The second prompt with an instruction stores its

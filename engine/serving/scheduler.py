@@ -4,8 +4,8 @@ A step is one decode step of all running sequences and one chunk of waiting prom
 of tokens. Who is next is decided here and in three places below: the queue orders what waits
 (`engine/serving/queue.py`), the batch admits from it what fits into its blocks
 (`engine/serving/paged_batch.py`), and a sequence that runs is taken out here: if its adapter's slot
-is given to another one (`suspend`), if another adapter waits long (`_preempt_for_others`), or if
-memory lacks (`on_preemption`, `on_failure`). Its KV cache is then kept or computed again.
+is given to another one (`leave`), if another adapter or client waits long (`_preempt_for_others`),
+or if memory lacks (`on_preemption`, `on_failure`). Its KV cache is then kept or computed again.
 
 Before every forward pass each sequence's slot and slot version are checked against the arena; a
 stale sequence fails alone (L007). Adapters are not scheduled here: a request names its slot.
@@ -22,10 +22,16 @@ from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.serving.forward import ForwardError, KVUse, Waiting
-from loradock.engine.serving.generations import Generations
+from loradock.engine.serving.generations import Generation, Generations
 from loradock.engine.serving.pooling import PoolingScheduler
 from loradock.engine.serving.prompts import PromptPrefetcher, PromptReader
-from loradock.engine.serving.queue import SlotTable, WaitingQueue, check_admission, other_task
+from loradock.engine.serving.queue import (
+    Owner,
+    SlotTable,
+    WaitingQueue,
+    check_admission,
+    other_task,
+)
 from loradock.engine.serving.sequence import Sequence
 from loradock.engine.serving.startup import choose_batch
 from loradock.messages.commands import ResumeGeneration, StartGeneration, StartInference
@@ -34,10 +40,31 @@ from loradock.messages.ids import OpId, RequestId, Slot
 from loradock.messages.reports import Report
 
 PREEMPT_AFTER_STEPS: Final = 32
-"""A waiting adapter with fewer running sequences than another one waits at most this many steps."""
+"""A waiting owner with fewer running sequences than another one waits at most this many steps."""
+
+NEW_OWNER_STEPS: Final = 4
+"""The same for a waiting owner with no running sequence."""
 
 RECOVERY_STEPS: Final = 64
 """After a lack of memory, one more sequence runs together after each of these steps."""
+
+
+class Shares:
+    """How many of some sequences are of each adapter, and of each owner."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.owners: Final = Counter(one.owner for one in sequences)
+        self.adapters: Final = Counter(one.command.adapter_id for one in sequences)
+
+    def of(self, owner: Owner) -> tuple[int, int]:
+        """Return the sequences of an owner's adapter, and its own."""
+        return self.adapters[owner[0]], self.owners[owner]
+
+    def exceed(self, owner: Owner, other: Owner) -> bool:
+        """Return whether one of an owner's places is due to another owner."""
+        if owner[0] != other[0]:
+            return self.adapters[owner[0]] > self.adapters[other[0]] + 1
+        return self.owners[owner] > self.owners[other] + 1
 
 
 class GenerationScheduler:
@@ -66,7 +93,6 @@ class GenerationScheduler:
         self._prefetcher = PromptPrefetcher(jobs)
         self._generations = Generations(model, emit)
         self._waiting: WaitingQueue[Sequence] = WaitingQueue(slots.weight_of)
-        self._suspended: set[OpId] = set()
         # The number of the next waiting sequences that are prefilled one at a time.
         self._prefill_singly = 0
         # Fewer than the configuration allows after a lack of memory.
@@ -94,7 +120,7 @@ class GenerationScheduler:
     @property
     def suspended(self) -> list[OpId]:
         """The operations whose generations wait for a slot, in order."""
-        return sorted(self._suspended)
+        return sorted(self._generations.suspended)
 
     @property
     def running(self) -> list[OpId]:
@@ -110,14 +136,14 @@ class GenerationScheduler:
         """Queue a generation; raises `EngineError` if it can't be run."""
         if not isinstance(command, StartGeneration):
             raise other_task("generate", command)
-        waiting = len(self._waiting) + len(self._prefetcher)
+        waiting = self._waiting.clients + self._prefetcher.clients
         waiting_max = self._config.queue_requests_max
         check_admission(command, self._slots, waiting, waiting_max, self._generations)
-        prepare, is_long = self._prompts.preparation_of(command.prompt, command.sampling)
-        if is_long:
-            self._prefetcher.add(self._generations.add(command), prepare, self._ready)
+        preparation = self._prompts.preparation_of(command.prompt, command.sampling)
+        if preparation.needs_job:
+            self._prefetcher.add(self._generations.add(command), preparation, self._ready)
         else:
-            prepared = prepare()
+            prepared = preparation.prepare()
             sequence = self._generations.add(command)
             self._generations.of(sequence).set_prompt(prepared)
             self._enqueue(sequence)
@@ -125,57 +151,54 @@ class GenerationScheduler:
     def stop(self, target: OpId) -> None:
         """End the generation that operation `target` started; do nothing if it has ended."""
         ended = self._generations.cancel(target)
-        self._forget_suspended(target, ended)
-        waiting = [one for one in ended if self._waiting.remove(one.command.adapter_id, one)]
+        self.batch.forget(ended)
+        waiting = [one for one in ended if self._waiting.remove(one.owner, one)]
         for sequence in ended:
             if sequence not in waiting:
                 self._prefetcher.cancel(sequence)
         if len(waiting) < len(ended):
             self.batch.keep(lambda one: one not in ended)
 
-    def has_progressed(self, slot: Slot, slot_version: int) -> bool:
-        """Return whether a slot may be taken from its generations: the oldest, if any, has a new
-        token.
+    def is_turn_over(self, slot: Slot, slot_version: int, tokens: int) -> bool:
+        """Return whether a slot can be taken from its generations.
+
+        The oldest has a new token since the slot was written, and one of them has `tokens`; or none
+        is left.
         """
-        oldest = next(iter(self._generations.using(slot, slot_version)), None)
-        return oldest is None or any(one.has_progressed for one in oldest.sequences)
+        using = self._generations.using(slot, slot_version)
+        if not using:
+            return True
+        return using[0].slice_tokens > 0 and max(one.slice_tokens for one in using) >= tokens
+
+    def leave(self, slot: Slot, slot_version: int) -> None:
+        """Let all generations of a slot be suspended once it no longer holds their adapter."""
+        for generation in self._generations.using(slot, slot_version):
+            self._generations.suspended[generation.op] = generation
 
     def suspend(self, slot: Slot, slot_version: int) -> None:
-        """Take all generations of a slot out of the batch, until `resume`.
+        """Take all generations of a slot out of the batch, until their adapter is in a slot again.
 
         Prompts that are being processed continue to be.
         """
-        leaving: list[Sequence] = []
-        for generation in self._generations.using(slot, slot_version):
-            self._suspended.add(generation.op)
-            leaving += generation.unfinished
-        self.batch.suspend(
-            [one for one in leaving if not self._waiting.remove(one.command.adapter_id, one)]
-        )
+        self.leave(slot, slot_version)
+        self._stop_computing(self._generations.using(slot, slot_version))
 
     def resume(self, command: ResumeGeneration) -> None:
         """Continue a generation in a slot; do nothing for one that is not suspended.
 
         Those of one adapter wait in the order of these calls, so the oldest is to be the first.
         """
-        if command.target not in self._suspended:
-            return
-        self._suspended.remove(command.target)
-        found = self._generations.find(command.target)
+        found = self._generations.suspended.get(command.target)
         if found is not None:
-            for sequence in found.sequences:
-                sequence.resume(command.slot, command.generation)
-            for sequence in found.unfinished:
-                # A prompt that is being processed is queued when it is collected.
-                if sequence.prompt:
-                    self._enqueue(sequence)
+            self._resume(found, command.slot, command.generation)
 
     def resend(self, request_id: RequestId) -> None:
         """Send running or recent outputs again from their first tokens, if they are known."""
         self._generations.resend(request_id)
 
     def collect(self) -> None:
-        """Move sequences whose prompts have been processed to the queue."""
+        """Move sequences whose prompts have been processed to the queue, and follow the slots."""
+        self._follow_slots()
         if not len(self._prefetcher):
             return
         for sequence, future in self._prefetcher.collect(self._ready):
@@ -184,7 +207,7 @@ class GenerationScheduler:
                 self._fail(sequence, error)
             else:
                 self._generations.of(sequence).set_prompt(future.result())
-                if sequence.command.op not in self._suspended:
+                if self._generations.of(sequence).is_computed:
                     self._enqueue(sequence)
 
     def close(self) -> None:
@@ -196,13 +219,16 @@ class GenerationScheduler:
         self._steps += 1
         if self._steps % RECOVERY_STEPS == 0:
             self._sequences_max = min(self._sequences_max + 1, self._config.max_num_seqs)
+        self._follow_slots()
         self.batch.keep(self._is_resident)
         self._preempt_for_others()
         single = self._prefill_singly > 0
         waiting = Waiting(self._waiting, self._sequences_max, single, self._is_resident)
         if self.batch.admit(waiting):
             self._prefill_singly = max(0, self._prefill_singly - 1)
+        self.batch.budget.begin_step(is_disturbed=self._is_disturbed())
         self.batch.step()
+        self.batch.budget.end_step()
 
     def on_tokens(self, sequences: list[Sequence], tokens: list[int]) -> list[int]:
         """Append a token to each sequence; return the indices of those that continue."""
@@ -210,7 +236,7 @@ class GenerationScheduler:
             for sequence in sequences:
                 # The first one is part of the cost of the prompt.
                 if sequence.output.tokens:
-                    self._waiting.charge(sequence.command.adapter_id, 1)
+                    self._waiting.charge(sequence.owner, 1)
         continuing = []
         for index, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if self._generations.append(sequence, token):
@@ -220,7 +246,7 @@ class GenerationScheduler:
         return continuing
 
     def on_preemption(self, sequences: list[Sequence]) -> None:
-        """Let sequences wait again that had to give up their memory."""
+        """Let sequences wait again that had to give up their memory or their place."""
         self._enqueue_first(sequences)
 
     def on_failure(self, sequences: list[Sequence], failure: ForwardError) -> None:
@@ -243,6 +269,38 @@ class GenerationScheduler:
         self._enqueue_first(again)
         self._prefill_singly = len(again)
 
+    def _follow_slots(self) -> None:
+        """Suspend and resume generations as their adapters leave slots and enter others."""
+        left = []
+        for _, generation in sorted(self._generations.suspended.items()):
+            place = self._slots.place_of(generation.adapter_id)
+            if place is None:
+                left.append(generation)
+            elif place != generation.place:
+                self._resume(generation, *place)
+        self._stop_computing(left)
+
+    def _stop_computing(self, generations: list[Generation]) -> None:
+        leaving = []
+        for generation in generations:
+            if generation.is_computed:
+                generation.is_computed = False
+                leaving += generation.unfinished
+        if leaving:
+            self.batch.suspend([one for one in leaving if not self._waiting.remove(one.owner, one)])
+
+    def _resume(self, generation: Generation, slot: Slot, slot_version: int) -> None:
+        """Continue a generation in a slot, from where it was suspended if it was."""
+        del self._generations.suspended[generation.op]
+        for sequence in generation.sequences:
+            sequence.resume(slot, slot_version)
+        if not generation.is_computed:
+            generation.is_computed = True
+            for sequence in generation.unfinished:
+                # A prompt that is being processed is queued when it is collected.
+                if sequence.prompt:
+                    self._enqueue(sequence)
+
     @property
     def _ready(self) -> int:
         """The number of waiting sequences with processed images."""
@@ -250,13 +308,13 @@ class GenerationScheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         command = sequence.command
-        self._waiting.append(command.adapter_id, sequence, len(sequence.tokens), command.priority)
+        self._waiting.append(sequence.owner, sequence, len(sequence.tokens), command.priority)
 
     def _enqueue_first(self, sequences: list[Sequence]) -> None:
         """Let sequences that were dequeued or preempted wait before the others of their adapter."""
         for sequence in reversed(sequences):
             command, cost = sequence.command, len(sequence.tokens)
-            self._waiting.append_first(command.adapter_id, sequence, cost, command.priority)
+            self._waiting.append_first(sequence.owner, sequence, cost, command.priority)
 
     def _is_resident(self, sequence: Sequence) -> bool:
         """Return whether the adapter is still in its slot; if not, fail the generation.
@@ -273,42 +331,64 @@ class GenerationScheduler:
         return True
 
     def _preempt_for_others(self) -> None:
-        """Preempt a sequence of the adapter with most of them, if another adapter waits long.
+        """Preempt a sequence of the owner with most of them, if another owner waits long.
 
-        None of a more urgent priority is: it would be the next one again.
+        Adapters are compared first, and then the clients of one. No sequence of a more urgent
+        priority is preempted: it would be the next one again.
         """
         batch = self.batch
         is_full = batch.size >= self._sequences_max or batch.lacks_memory
         self._full_steps = self._full_steps + 1 if self._waiting and is_full else 0
-        if self._full_steps < PREEMPT_AFTER_STEPS:
+        if self._full_steps < NEW_OWNER_STEPS:
             return
-        counts = Counter(one.command.adapter_id for one in batch.sequences)
-        waiting = min(self._waiting.adapters, key=lambda adapter: counts[adapter])
+        shares = Shares(batch.sequences)
+        for owner in sorted(self._waiting.owners, key=shares.of):
+            if shares.owners[owner] and self._full_steps < PREEMPT_AFTER_STEPS:
+                return
+            chosen = self._preempted_for(owner, shares)
+            if chosen is not None:
+                self._exchange(chosen, owner)
+                return
+
+    def _exchange(self, chosen: Sequence, owner: Owner) -> None:
+        """Let a sequence of the batch wait, and make it the turn of an owner."""
+        self.batch.keep(lambda one: one is not chosen)
+        self.on_preemption([chosen])
+        self._waiting.serve_next(owner)
+        self._full_steps = 0
+
+    def _preempted_for(self, owner: Owner, shares: "Shares") -> Sequence | None:
+        """Return the sequence that is preempted for an owner; None if no other has more of them.
+
+        Of the owner with most, it is one whose prompt is not in the cache yet, the youngest first,
+        or the one with the fewest tokens to compute again.
+        """
+        decoded = {id(one) for one in self.batch.running}
         candidates = [
             one
-            for one in batch.running
+            for one in self.batch.sequences
             if one.can_resume
             and one.command.priority >= self._waiting.priority
-            and counts[one.command.adapter_id] > counts[waiting] + 1
+            and shares.exceed(one.owner, owner)
         ]
-        if candidates:
-            # Of the adapter with most sequences, the one with the fewest tokens to compute again.
-            chosen = min(
-                candidates, key=lambda one: (-counts[one.command.adapter_id], len(one.tokens))
-            )
-            batch.keep(lambda one: one is not chosen)
-            self._enqueue_first([chosen])
-            self._waiting.serve_next(waiting)
-            self._full_steps = 0
+
+        def cost(one: Sequence) -> tuple[int, ...]:
+            adapter, client = shares.of(one.owner)
+            tokens = len(one.tokens) if id(one) in decoded else 0
+            return -adapter, -client, tokens, -one.command.op
+
+        return min(candidates, key=cost, default=None)
+
+    def _is_disturbed(self) -> bool:
+        """Return whether an owner waits that has no sequence in the batch."""
+        if not self._waiting:
+            return False
+        running = {one.owner for one in self.batch.sequences}
+        return not running.issuperset(self._waiting.owners)
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         sequences = self._generations.of(sequence).sequences if sequence.is_active else []
         self._generations.fail(sequence, error)
-        self._forget_suspended(sequence.command.op, sequences)
-
-    def _forget_suspended(self, op: OpId, sequences: list[Sequence]) -> None:
-        """Forget a generation that has ended, if it was suspended."""
-        self._suspended.discard(op)
         self.batch.forget(sequences)
 
 

@@ -8,7 +8,6 @@ probe is a sample, not a proof for every length.
 """
 
 import os
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Final, NamedTuple, Self
@@ -32,6 +31,7 @@ from loradock.engine.serving.blocks import (
     blocks_around,
     blocks_of,
 )
+from loradock.engine.serving.budget import STEP_TOKENS_MAX, StepBudget, clock_of
 from loradock.engine.serving.decoding import (
     CapturedDecode,
     CudaCapture,
@@ -39,8 +39,8 @@ from loradock.engine.serving.decoding import (
     StepRunner,
     SyncCheckedRunner,
 )
-from loradock.engine.serving.forward import BatchEvents, ForwardRunner, PackedModel, StepBudget
-from loradock.engine.serving.padded_batch import STEP_TOKENS_MAX, PaddedBatch
+from loradock.engine.serving.forward import BatchEvents, ForwardRunner, PackedModel
+from loradock.engine.serving.padded_batch import PaddedBatch
 from loradock.engine.serving.paged_batch import PagedBatch, Paging
 from loradock.engine.serving.paged_cache import PackedChunk
 from loradock.engine.serving.prefix_states import PrefixStates
@@ -64,9 +64,10 @@ It is the longest gap between two tokens of a running sequence, so the tokens of
 spread over several steps.
 """
 
-STEP_TOKENS_MIN: Final = 64
-_MEASURED_TOKENS: Final = 64
+_MEASURED_TOKENS: Final = (16, 128)
 _MEASUREMENTS: Final = 3
+_MEASURED_S_MAX: Final = 1.0
+"""A size is measured this many times, but not again after this many seconds."""
 
 _LENGTHS: Final = (5, 2, 11)
 """The prompt lengths of a padded probe: all different, and one row less than a power of two."""
@@ -160,6 +161,8 @@ def choose_batch(
         prefixes = choose_prefixes(model, mapper, config, budget)
         return PaddedBatch(runner, budget, events, config.max_num_seqs, prefixes)
     budget = choose_budget(model, mapper, config, is_packed=True)
+    if probe.lookback < model.max_model_len:
+        budget.limit()
     sequence_blocks = sequence_blocks_max(model, probe.lookback, budget)
     blocks = choose_blocks(model, config, probe.block_bytes, sequence_blocks)
     packed = PackedModel(model, blocks, probe.lookback, attend, config.max_num_seqs)
@@ -210,7 +213,7 @@ def sequence_blocks_max(model: CausalModel, lookback: int, budget: StepBudget) -
     whole = blocks_of(model.max_model_len)
     if model.prompt_reader is not None:
         return whole
-    return min(whole, blocks_around(lookback + budget.tokens))
+    return min(whole, blocks_around(lookback + budget.tokens_max))
 
 
 def choose_blocks(
@@ -296,23 +299,30 @@ def _default_bytes(device: torch.device) -> int:
 
 
 def choose_budget(
-    model: CausalModel, mapper: ProbeMapper, config: EngineConfig, *, is_packed: bool = False
+    model: CausalModel,
+    mapper: ProbeMapper,
+    config: EngineConfig,
+    *,
+    is_packed: bool = False,
+    clock: Callable[[], float] | None = None,
 ) -> StepBudget:
-    """Return the budget of this engine, equal on all ranks.
+    """Return the budget of this engine, equal on all ranks; `clock`: None for the device's own.
 
     Prompts are not divided if the model answers differently when they are; that is logged.
     `is_packed`: whether prompts are prefilled in packed passes, whose probe has divided some.
     """
     if not is_packed and not _chunks_are_equal(model, mapper):
         _log.warning("long prompts are processed in one step: in chunks this model differs")
-        return StepBudget(STEP_TOKENS_MAX, chunks=False)
+        return StepBudget(STEP_TOKENS_MAX, model.group, chunks=False)
     if config.max_num_batched_tokens:
-        return StepBudget(config.max_num_batched_tokens, chunks=True)
+        return StepBudget(config.max_num_batched_tokens, model.group)
     target_s = STEP_S_CPU if model.device.type == "cpu" else STEP_S_GPU
-    tokens = int(target_s / _seconds_per_token(model, mapper))
-    tokens = min(max(tokens, STEP_TOKENS_MIN), STEP_TOKENS_MAX)
-    [chosen] = model.group.broadcast_numbers([tokens])
-    return StepBudget(chosen, chunks=True)
+    clock = clock or clock_of(model.device)
+    sizes = {min(count, model.max_model_len) for count in _MEASURED_TOKENS}
+    measured = [(count, _seconds_of(model, mapper, count, clock)) for count in sorted(sizes)]
+    return StepBudget(
+        STEP_TOKENS_MAX, model.group, target_s=target_s, measured=measured, clock=clock
+    )
 
 
 def _chunks_are_equal(model: CausalModel, mapper: ProbeMapper) -> bool:
@@ -328,22 +338,22 @@ def _chunks_are_equal(model: CausalModel, mapper: ProbeMapper) -> bool:
     return model.group.all_true(relative_difference(chunked, whole) <= error_max(whole.dtype))
 
 
-def _seconds_per_token(model: CausalModel, mapper: ProbeMapper) -> float:
-    """Return the duration of the fastest of some prefills of one row, per token.
+def _seconds_of(
+    model: CausalModel, mapper: ProbeMapper, count: int, clock: Callable[[], float]
+) -> float:
+    """Return the duration of the fastest of some prefills of one row of `count` tokens.
 
-    The first one allocates and compiles, and is not among them. Other programs make a prefill
-    slower and never faster.
+    The first one allocates and compiles, and is not among them.
     """
-    count = min(_MEASURED_TOKENS, model.max_model_len)
     tokens = torch.arange(count)[None] % model.vocab_size
-    seconds = []
-    for _ in range(1 + _MEASUREMENTS):
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) <= _MEASUREMENTS and sum(seconds) < _MEASURED_S_MAX):
         mapper.map(count, 1)
-        started = time.perf_counter()
+        started = clock()
         # Reading a result waits for the device.
         float(model.forward(tokens, model.new_cache([count]))[0, 0])
-        seconds.append(time.perf_counter() - started)
-    return max(min(seconds[1:]), 1e-9) / count
+        seconds.append(clock() - started)
+    return min(seconds[1:])
 
 
 def check_capture(model: CausalModel, config: EngineConfig) -> None:
@@ -393,7 +403,8 @@ def captured_or_none(
     """Return decode steps by `runner`, all captured, if the probe passes; else log the reason."""
     captured = CapturedDecode(packed, runner)
     # The tables of a mapping, whose place is part of a step, do not grow afterwards.
-    mapper.with_adapter(1).map(max(budget.tokens, captured.rows_max), captured.rows_max)
+    most = max(budget.tokens_max, captured.rows_max)
+    mapper.with_adapter(1).map(most, captured.rows_max)
     checked = CapturedDecode(packed, SyncCheckedRunner(packed.device))
     # An adapter without weights launches the same kernels as any other.
     mappers = [mapper.with_adapter(adapter) for adapter in (BASE, 1)]

@@ -19,16 +19,18 @@ from loradock.engine.adapters.lora_model import LoadedAdapter
 from loradock.engine.adapters.reader import KnownFiles, read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import EngineError
-from loradock.engine.jobs import Jobs, ThreadedJobs
+from loradock.engine.jobs import CollectiveJobs, Jobs, ThreadedJobs
 from loradock.engine.memory import allocated_bytes
 from loradock.engine.models.binding import bind_lora, kernels_for
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.parallel import ParallelGroup
+from loradock.engine.residency.pinned import PinnedMemory
 from loradock.engine.residency.residency import OperationJob, Residency
 from loradock.engine.serving.queue import SlotTable
-from loradock.engine.serving.scheduler import Scheduler, choose_scheduler
-from loradock.engine.worker.collective_jobs import CollectiveJobs
+from loradock.engine.serving.scheduler import choose_scheduler
+from loradock.engine.serving.turns import SlotTurns
+from loradock.engine.serving.warm_up import warm_up
 from loradock.engine.worker.controller_link import SeenOperations
 from loradock.engine.worker.meter import Meter
 from loradock.messages import commands, reports
@@ -41,48 +43,6 @@ REASON_CHARACTERS_MAX: Final = 400
 
 EngineCommand = _Executable | commands.ResendTokens
 """The commands of an engine; the worker handles those of the link (beats, inventory requests)."""
-
-
-PREEMPT_STEPS_MAX: Final = 128
-"""After this many steps a slot is left anyway: the generation may wait to enter the batch."""
-
-
-class SlotPreemption:
-    """The slots that are to be reset, once their generations have used them.
-
-    A slot is left at once if the oldest generation that uses it has generated a token in its time
-    slice. So, regardless of the order of time slices, each completes something, or a part of a
-    prompt that is kept until the next one.
-    """
-
-    def __init__(self, inference: Scheduler, residency: Residency) -> None:
-        self._inference = inference
-        self._residency = residency
-        # The commands, and the steps since each of them.
-        self._pending: dict[OpId, tuple[commands.PreemptSlot, int]] = {}
-
-    @property
-    def operations(self) -> tuple[OpId, ...]:
-        """The operations that have not ended."""
-        return tuple(self._pending)
-
-    def add(self, command: commands.PreemptSlot) -> None:
-        """Suspend the generations of a slot and reset it, now or after a later step."""
-        self._suspend_or_wait(command, steps=0)
-
-    def after_step(self) -> None:
-        """Suspend and reset what has waited for this step."""
-        for command, steps in tuple(self._pending.values()):
-            self._suspend_or_wait(command, steps + 1)
-
-    def _suspend_or_wait(self, command: commands.PreemptSlot, steps: int) -> None:
-        place = (command.slot, command.generation)
-        if steps < PREEMPT_STEPS_MAX and not self._inference.has_progressed(*place):
-            self._pending[command.op] = command, steps
-            return
-        self._pending.pop(command.op, None)
-        self._inference.suspend(*place)
-        self._residency.execute(command)
 
 
 class Engine:
@@ -110,19 +70,20 @@ class Engine:
         self._residency_outbox: list[reports.OperationReport] = []
         jobs: Jobs[OperationJob] = _jobs_of(group, config.file_threads, wake)
         report = self._residency_outbox.append
-        self.residency: Final = Residency(
-            arena, model.shapes, self._read, jobs, report, config.pins
-        )
+        pinned = PinnedMemory(config.pinned_bytes_max) if config.pins else None
+        self.residency: Final = Residency(arena, model.shapes, self._read, jobs, report, pinned)
+        warm_up(model, punica, arena.max_loras, config.max_num_seqs)
         self._dtype = str(model.dtype).removeprefix("torch.")
-        # A separate pool, so that adapters don't wait for images to be decoded.
-        image_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
+        # A separate pool, so that adapters don't wait for images to be decoded, with a thread more
+        # for structures.
+        prompt_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads + 1, wake)
         residency = self.residency
         slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
         emit = self._outbox.append
-        self._inference = choose_scheduler(model, punica, slots, config, emit, image_jobs)
+        self._inference = choose_scheduler(model, punica, slots, config, emit, prompt_jobs)
         self._batching: Batching = model.batching if isinstance(model, CausalModel) else ""
         self._batching_refusal = next(iter(model.refusals), "")[:REASON_CHARACTERS_MAX]
-        self._preemption = SlotPreemption(self._inference, residency)
+        self._turns = SlotTurns(self._inference, residency.execute)
         self._seen_operations = SeenOperations()
         self._meter = Meter()
 
@@ -180,11 +141,12 @@ class Engine:
 
         `now_s`: rank 0's monotonic time, by which all ranks decide; None for this process's own.
         """
+        now_s = time.monotonic() if now_s is None else now_s
         self.residency.collect()
         if self.residency.checked.size_bytes:
-            self.residency.checked.expire(time.monotonic() if now_s is None else now_s)
+            self.residency.checked.expire(now_s)
         self._inference.collect()
-        self._preemption.after_step()
+        self._turns.after_step(now_s)
         collected = [*self._outbox, *self._residency_reports()]
         self._outbox.clear()
         for report in collected:
@@ -250,7 +212,7 @@ class Engine:
 
     def _running(self) -> Iterator[OpId]:
         yield from self.residency.running
-        yield from self._preemption.operations
+        yield from self._turns.operations
         yield from self._inference.operations
 
     def _execute(self, command: _Executable) -> None:
@@ -262,7 +224,7 @@ class Engine:
             case commands.ResumeGeneration():
                 self._inference.resume(command)
             case commands.PreemptSlot():
-                self._preemption.add(command)
+                self._turns.add(command)
             case _:
                 self.residency.execute(command)
 

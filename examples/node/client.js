@@ -6,14 +6,23 @@ import { Dealer, Subscriber } from "zeromq";
 
 const [directory, adapter, prompt] = process.argv.slice(2);
 const [requests, events] = [new Dealer({ receiveTimeout: 1000 }), new Subscriber()];
-// Magic and version, the channel, epoch and seq (unused in requests), and this client's token.
+// Magic and version, the channel, the controller's epoch (1: not known yet), seq (unused in requests)
+// and this client's token.
 const head = Buffer.concat([Buffer.from("LD\x02Q"), Buffer.alloc(16), randomBytes(12)]);
+head.writeBigUInt64BE(1n, 4);
 let [count, next] = [0, 1];
 
 function read(frame, channel) {
   const prefix = frame.toString("latin1", 0, 4);
   if (prefix !== `LD\x02${channel}`) throw new Error(`not a frame of channel ${channel}: ${prefix}`);
   return { seq: Number(frame.readBigUInt64BE(12)), body: decode(frame.subarray(20)) };
+}
+
+// Whether a frame of replies is from a later start of the controller than all before.
+function isRestart(frame) {
+  if (frame.readBigUInt64BE(4) <= head.readBigUInt64BE(4)) return false;
+  frame.copy(head, 4, 4, 12);
+  return true;
 }
 
 function onTimeout(error) {
@@ -24,13 +33,15 @@ function onTimeout(error) {
 // Yields the replies to one request. It is sent again under its id, and executed once.
 async function* ask(kind, ...fields) {
   const id = `${++count}`;
-  const frame = Buffer.concat([head, encode([[kind, id, ...fields]])]);
-  await requests.send(frame);
+  const body = encode([[kind, id, ...fields]]);
+  const send = () => requests.send(Buffer.concat([head, body]));
+  await send();
   for (;;) {
     const [received] = await requests.receive().catch(onTimeout);
-    if (!received) await requests.send(frame);
+    if (!received || isRestart(received)) await send();
+    const isEarlier = received?.compare(head, 4, 12, 4, 12) < 0;
     for (const [reply, of, ...values] of received ? read(received, "A").body : []) {
-      if (of !== id) continue;
+      if (of !== id || (isEarlier && reply === "Refused")) continue;
       if (reply === "Refused") throw new Error(`${values[0]}: ${values[1]}`);
       yield [reply, ...values];
       if (reply !== "TokensStreamed") return;

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from msgspec import Struct
@@ -25,14 +25,13 @@ from loradock.messages.options import option
 if TYPE_CHECKING:
     from loradock.cli.output import Output
     from loradock.controller.log.format import LogCorrupt
-    from loradock.controller.log.repair import RepairPlan
     from loradock.controller.log.replay import ReplayResult
 
 app = typer.Typer()
 log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and repair corruption.")
 app.add_typer(log_app, name="log")
 
-_REPAIR_HINT = "`loradock log repair` shows whether it can be mended, or what a cut would lose"
+_REPAIR_HINT = "`loradock log repair` shows how it is repaired, and which records that loses"
 
 
 class ReplayOptions(Struct, frozen=True, kw_only=True):
@@ -75,7 +74,7 @@ def replay(
     options: ReplayOptions,
     directory: Annotated[
         Path | None,
-        typer.Argument(help="The controller's directory. Default: that of --dir."),
+        typer.Argument(help="The controller's directory. Default: --dir."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -140,8 +139,7 @@ def verify(ctx: typer.Context, as_json: AsJson = False) -> None:
     if result.segments.corruption is not None:
         raise CommandError(ExitCode.LOG, str(result.segments.corruption), _REPAIR_HINT)
     if result.problems:
-        hint = "`loradock log compact` makes what is wrong again from the records"
-        raise CommandError(ExitCode.LOG, result.problems[0], hint)
+        raise CommandError(ExitCode.LOG, result.problems[0], _REPAIR_HINT)
 
 
 @log_app.command()
@@ -152,10 +150,9 @@ def repair(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Cut the log where its corruption begins.
+    """Leave the longest log that the files have, and print which records that loses.
 
-    Corrupt segments that no restart needs are only renamed. The corrupt file is kept next to the
-    log.
+    Files that are corrupt or not a part of it are renamed and kept next to the log.
     """
     from loradock.controller.log.repair import repair as repair_log
     from loradock.controller.log.repair import repair_plan
@@ -163,36 +160,16 @@ def repair(
     output = output_of(ctx, as_json)
     with open_log(directory_of(ctx)) as log_directory, output.progress("reading the log"):
         plan = repair_log(log_directory) if yes else repair_plan(log_directory)
-        is_corrupt = plan is not None and repair_plan(log_directory) is not None
-    print_fields(output, _plan(plan, is_corrupt, done=yes))
-    if yes and is_corrupt:
-        raise CommandError(ExitCode.LOG, "more is corrupt after this", "repair it as well")
-    if plan is not None and not yes:
-        action = _ACTIONS[_action(plan)]
-        raise CommandError(
-            ExitCode.LOG, "nothing was changed", f"`loradock log repair --yes` {action} as shown"
-        )
-
-
-_ACTIONS: Final = {
-    "cut": "cuts the log",
-    "rename": "renames the segments that no restart needs",
-}
-
-
-def _action(plan: "RepairPlan") -> str:
-    return "cut" if plan.snapshot is None else "rename"
-
-
-def _plan(plan: "RepairPlan | None", is_corrupt: bool, done: bool) -> dict[str, Any]:
     if plan is None:
-        return {"corrupt": False, "repaired": False}
-    return {
-        "corrupt": is_corrupt,
-        "repaired": done,
-        "action": _action(plan),
-        **plan._asdict(),
-    }
+        print_fields(output, {"corrupt": False, "repaired": False})
+        return
+    print_fields(output, {"corrupt": not yes, "repaired": yes, "loss": plan.loss, **plan._asdict()})
+    if not yes:
+        raise CommandError(
+            ExitCode.LOG,
+            "nothing was changed",
+            f"`loradock log repair --yes` repairs the log as shown; {plan.loss}",
+        )
 
 
 def _corruption(corruption: "LogCorrupt") -> dict[str, Any]:

@@ -49,6 +49,11 @@ TIMEOUT_S_MAX: Final = 3600.0
 _BATCH_BYTES_MAX: Final = FRAME_BYTES_MAX - 64
 """Bound on the requests that share a frame, in bytes, which leaves space for the frame's header."""
 
+_UNKNOWN_EPOCH: Final = 1
+"""An epoch before every real one (they are at least the wall clock's seconds) and after 0, which
+means that the sender does not follow epochs. A controller executes nothing of a frame with it, and
+answers with its own epoch."""
+
 C = TypeVar("C", bound=ClientCall)
 R = TypeVar("R")
 
@@ -81,7 +86,7 @@ class Session:
     `receive` processes frames from the controller, `due` returns the frames to send, `wake_at`
     returns when to call `due` next. Times are seconds of any monotonic clock. `token` is secret and
     of this session alone: it proves that its frames, from any connection, are of one client.
-    `silence` returns why no server answers, empty if one may: the error of a call that no server
+    `silence` returns why no server answers, empty if one can: the error of a call that no server
     has answered in time contains it. `on_change` is called with a call that has received output or
     is settled.
     """
@@ -103,7 +108,7 @@ class Session:
         self._generation_timeout_s = _checked_timeout(generation_timeout_s)
         self._token = token
         self._count = 0
-        self._epoch = 0
+        self._epoch = _UNKNOWN_EPOCH
         self._calls: dict[str, ClientCall] = {}
         # A heap of (when, tie breaker, call). A call that moved to a later time leaves its entry
         # unchanged; `due` replaces the entry at the old time.
@@ -180,7 +185,7 @@ class Session:
         self._calls.pop(call.request_id, None)
 
     def close(self, message: str) -> None:
-        """Settle every call as `EngineGone` and refuse new ones."""
+        """Settle every call as `EngineGone` and refuse new calls."""
         self._closed = True
         for call in list(self._calls.values()):
             self._calls.pop(call.request_id)
@@ -218,9 +223,13 @@ class Session:
         except WireError as error:
             self._unmatched_error = str(error)
             return
-        self._on_epoch(frame.epoch, now)
+        is_new = self._on_epoch(frame.epoch, now)
         for reply in frame.message:
-            self._on_reply(reply, now)
+            # All calls were sent again to the new process, whose answers count, unless an earlier
+            # one's are in the log: refusals may not be.
+            is_void = frame.epoch < self._epoch or (is_new and not reply.request_id)
+            if not (is_void and isinstance(reply, Refused)):
+                self._on_reply(reply, now)
 
     def _on_reply(self, reply: Reply, now: float) -> None:
         call = self._calls.get(reply.request_id)
@@ -285,16 +294,18 @@ class Session:
             # Its output is of no use any more; the answer to this is not awaited.
             self.begin(CancelGeneration(NO_ID, call.request_id), now)
 
-    def _on_epoch(self, epoch: int, now: float) -> None:
-        """Send all frames again after a restart: the new process has lost the route to here."""
+    def _on_epoch(self, epoch: int, now: float) -> bool:
+        """Send all requests again if the controller was started again; return whether it was.
+
+        The new process has lost the route to here, and executes nothing of the frames before.
+        """
         if epoch <= self._epoch:
-            return
-        restarted = self._epoch > 0
+            return False
         self._epoch = epoch
-        if restarted:
-            for call in self._calls.values():
-                call.on_restart(now)
-                self._set_timer(call)
+        for call in self._calls.values():
+            call.on_restart(now)
+            self._set_timer(call)
+        return True
 
 
 def _batches(bodies: list[bytes]) -> Iterator[list[bytes]]:

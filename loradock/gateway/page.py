@@ -12,15 +12,14 @@ import base64
 import hashlib
 import re
 from collections.abc import AsyncGenerator
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from loradock.client import AsyncClient
+from loradock.gateway import web
 from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.gateway.adapters.models import AdapterCard, adapter_card
 from loradock.gateway.http.endpoint import get
@@ -29,13 +28,6 @@ from loradock.gateway.http.streams import ServerSentEvents, named_event
 from loradock.gateway.rates import Rates
 from loradock.messages.events import Published
 from loradock.messages.requests import StatusShown
-
-_WEB: Final = Path(__file__).with_name("web")
-_STYLES: Final = ("vendor/uplot.css", "style.css")
-_SCRIPTS: Final = (
-    *("vendor/uplot.js", "tools.js", "world.js", "lanes.js", "rates.js", "panels.js", "main.js"),
-)
-"""The files of the page, in the order in which the browser reads them."""
 
 KEEP_ALIVE_S: Final = 10.0
 """A comment is sent after this time without an event, so that a lost connection is noticed."""
@@ -54,7 +46,7 @@ class Page:
     """The endpoint; the browser runs only the script of the file itself."""
 
     def __init__(self) -> None:
-        self._text = page_text()
+        self._text = web.page()
         self._headers = {
             "Content-Security-Policy": content_security_policy(self._text),
             "X-Content-Type-Options": "nosniff",
@@ -66,15 +58,6 @@ class Page:
     async def page(self) -> Response:
         """The page."""
         return HTMLResponse(self._text, headers=self._headers)
-
-
-def page_text() -> str:
-    """Return the page with its styles and scripts, so that a browser makes one request."""
-    text = (_WEB / "index.html").read_text()
-    for mark, tag, names in (("style", "style", _STYLES), ("script", "script", _SCRIPTS)):
-        joined = "".join((_WEB / name).read_text() for name in names)
-        text = text.replace(f"<!-- {mark} -->", f"<{tag}>\n{joined}</{tag}>")
-    return text
 
 
 def content_security_policy(page: str) -> str:
@@ -125,14 +108,6 @@ class TableSnapshot(Struct, frozen=True):
     adapters: list[AdapterCard]
 
 
-class LiveEvent(Struct, frozen=True):
-    """One event; `event` has its type in the field `type`."""
-
-    seq: int
-    time_ms: int
-    event: dict[str, Any]
-
-
 class Live:
     """The endpoint; any number of readers share the table of one follower."""
 
@@ -178,7 +153,7 @@ class Live:
                 yield named_event("rates", seq or 0, samples)
                 sampled = self._rates.count
             for published in missed or ():
-                yield named_event("event", published.seq, live_event(published))
+                yield named_event("event", published.seq, web.live_event(published))
                 seq = published.seq
             if not missed and not await self._wait_for_change():
                 yield _KEEP_ALIVE
@@ -206,13 +181,6 @@ def snapshot_of(table: AdapterTable, *, may_change: bool) -> TableSnapshot:
     return TableSnapshot(table.seq or 0, table.synced, may_change, status, cards)
 
 
-def live_event(published: Published) -> LiveEvent:
-    """Return one event as readers see it."""
-    event = published.event
-    fields = {"type": type(event).__name__, **msgspec.structs.asdict(event)}
-    return LiveEvent(published.seq, published.time_ns // 1_000_000, fields)
-
-
 def status_card(status: StatusShown | None) -> StatusCard | None:
     """Return the controller's totals as readers see them."""
     if status is None:
@@ -238,7 +206,7 @@ def status_card(status: StatusShown | None) -> StatusCard | None:
 class History(Struct, frozen=True):
     """Events in order; a next page begins after `next_seq`, which is null at the end."""
 
-    events: list[LiveEvent]
+    events: list[web.LiveEvent]
     next_seq: int | None
 
 
@@ -252,12 +220,12 @@ class Past:
     async def events(self, request: Request) -> History:
         """Past life-cycle events.
 
-        They are those after `since`, all or those of `adapter`.
+        They follow `since`: all, or the events of `adapter`.
         """
         since = _number(request, "since", 0, 2**62)
         limit = _number(request, "limit", PAGE_EVENTS_MAX, PAGE_EVENTS_MAX)
         adapter = request.query_params.get("adapter")
-        found: list[LiveEvent] = []
+        found: list[web.LiveEvent] = []
         seq, scanned = since, 0
         async with await self._client.events(since=since, follow=False) as stream:
             async for item in stream:
@@ -267,7 +235,7 @@ class Past:
                     continue
                 seq = item.seq
                 if adapter is None or getattr(item.event, "adapter", "") == adapter:
-                    found.append(live_event(item))
+                    found.append(web.live_event(item))
                 if len(found) >= limit or scanned >= SCANNED_MAX:
                     return History(found, seq)
         return History(found, None)

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 _PLACE: Final = os.O_PATH | os.O_CLOEXEC
 _READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -22,7 +22,7 @@ _SHOWN_MAX: Final = 160
 
 
 class NotAllowed(Exception):  # noqa: N818 - what the path is
-    """A path that is not below a root, or a file that may not be read; the text says why."""
+    """A path that is not below a root, or a file that must not be read; the text says why."""
 
 
 class NotFound(Exception):  # noqa: N818 - what happened to the file
@@ -33,18 +33,26 @@ class NoSuchName(NotFound):
     """A directory has no such name, or has something other than a directory under it."""
 
 
+class _Bounds(NamedTuple):
+    """The directories below which links can lead, and their name in errors."""
+
+    places: tuple[str, ...]
+    name: str = "the adapter roots"
+
+
 class SafeDirectory:
     """A directory below one of `roots`, open within a `with` block.
 
-    `path`: absolute, or relative to one of `roots`, of which the first that has it counts. Raises
+    `path`: absolute, or relative to one of `roots`, of which the first that has it counts. If it
+    contains `/./`, what follows can't lead out of the directory before that by links. Raises
     `NotAllowed` for a path that is not below a root, contains `..` or links out of the roots, and
     `NotFound`.
     """
 
     def __init__(self, path: str, roots: Sequence[str | Path]) -> None:
         # An operator's own links to a root are trusted.
-        self._places: Final = tuple(os.path.realpath(root) for root in roots)
-        self.descriptor: Final = _open_directory(path, roots, self._places)
+        bounds = _Bounds(tuple(os.path.realpath(root) for root in roots))
+        self.descriptor, self._bounds = _open_directory(path, roots, bounds)
 
     def __enter__(self) -> Self:
         return self
@@ -57,16 +65,16 @@ class SafeDirectory:
 
         Raises `NotAllowed`, also for a file with a second name, and `NoSuchName`.
         """
-        place = _open_place(name, self.descriptor, self._places, is_directory=False)
+        place = _open_place(name, self.descriptor, self._bounds, is_directory=False)
         try:
             status = os.fstat(place)
             if not stat.S_ISREG(status.st_mode):
                 raise NotAllowed(f"{name} is not a regular file; only regular files are read")
             if status.st_nlink > 1:
-                # The other name may be outside all roots, in a directory that its owner keeps
+                # The other name can be outside all roots, in a directory that its owner keeps
                 # closed.
                 raise NotAllowed(
-                    f"{name} has {status.st_nlink} names (hard links), and some may be outside "
+                    f"{name} has {status.st_nlink} names (hard links), and some can be outside "
                     "the adapter roots; replace it by a copy"
                 )
             return _open_for_reading(place, name)
@@ -95,9 +103,14 @@ def _mode_of(name: str, directory: int) -> int:
         return 0
 
 
-def _open_directory(path: str, roots: Sequence[str | Path], places: Sequence[str]) -> int:
-    """Return a descriptor for reading a directory, in the first root that has it."""
+def _open_directory(path: str, roots: Sequence[str | Path], bounds: _Bounds) -> tuple[int, _Bounds]:
+    """Return a descriptor for reading a directory, in the first root that has it.
+
+    Also returns the bounds of the links in it.
+    """
     parts = PurePosixPath(path).parts
+    head, mark, _ = f"{path}/".partition("/./")
+    confined = len(parts) - len(PurePosixPath(head).parts)
     if not parts or ".." in parts:
         raise NotAllowed(
             f"path {_shown(path)} is not allowed; name a directory below an adapter root, without "
@@ -107,7 +120,7 @@ def _open_directory(path: str, roots: Sequence[str | Path], places: Sequence[str
     unreadable: NotFound | None = None
     for root, below in candidates:
         try:
-            return _walk(root, below, places)
+            return _walk(root, below, bounds, max(0, len(below) - confined) if mark else -1)
         except NoSuchName:
             pass
         except NotFound as error:
@@ -119,16 +132,16 @@ def _open_directory(path: str, roots: Sequence[str | Path], places: Sequence[str
         raise NotAllowed(f"path {_shown(path)} is below none of the adapter roots: {names}")
     raise NotFound(
         f"no directory {_shown(path)} below the adapter root{'s' * (len(roots) > 1)} {names}"
-        + _suggestion(parts, roots, places)
+        + _suggestion(parts, roots, bounds)
     )
 
 
-def _suggestion(parts: tuple[str, ...], roots: Sequence[str | Path], places: Sequence[str]) -> str:
+def _suggestion(parts: tuple[str, ...], roots: Sequence[str | Path], bounds: _Bounds) -> str:
     """Return a hint at the longest end of a relative path that is a directory below a root."""
     for start in range(1, 0 if parts[0].startswith("/") else min(len(parts), _LEVELS_MAX)):
         for root in roots:
             with suppress(NotAllowed, NotFound):
-                os.close(_walk(root, parts[start:], places))
+                os.close(_walk(root, parts[start:], bounds, -1)[0])
                 return f"; paths are relative to a root: use {_shown('/'.join(parts[start:]))}"
     return ""
 
@@ -151,26 +164,40 @@ def _candidates(
                 break
 
 
-def _walk(root: str | Path, below: tuple[str, ...], places: Sequence[str]) -> int:
-    """Open `below` in `root`, name by name; raises `NoSuchName` if a name is missing."""
+def _walk(
+    root: str | Path, below: tuple[str, ...], bounds: _Bounds, confined: int
+) -> tuple[int, _Bounds]:
+    """Open `below` in `root`, name by name; raises `NoSuchName` if a name is missing.
+
+    After `confined` names, unless that is negative, links lead no more out of the directory.
+    """
     try:
         descriptor = os.open(root, _PLACE | os.O_DIRECTORY)
     except OSError as error:
         raise NotFound(f"adapter root {root} can't be opened: {error.strerror}") from error
-    for name in below:
+    for count, name in enumerate(below):
         try:
-            child = _open_place(name, descriptor, places, is_directory=True)
+            bounds = _confine(bounds, descriptor, below[:count], confined)
+            child = _open_place(name, descriptor, bounds, is_directory=True)
         finally:
             os.close(descriptor)
         descriptor = child
     try:
-        return _open_for_reading(descriptor, below[-1] if below else str(root))
+        bounds = _confine(bounds, descriptor, below, confined)
+        return _open_for_reading(descriptor, below[-1] if below else str(root)), bounds
     finally:
         os.close(descriptor)
 
 
-def _open_place(name: str, directory: int, roots: Sequence[str], *, is_directory: bool) -> int:
-    """Return a descriptor of the place of a name in an open directory, below one of `roots`.
+def _confine(bounds: _Bounds, directory: int, names: tuple[str, ...], confined: int) -> _Bounds:
+    """Return the bounds of the links in an open directory, which has these names below a root."""
+    if len(names) != confined:
+        return bounds
+    return _Bounds((_place_of(directory),), _shown("/".join(names)))
+
+
+def _open_place(name: str, directory: int, bounds: _Bounds, *, is_directory: bool) -> int:
+    """Return a descriptor of the place of a name in an open directory, within the bounds.
 
     Nothing can be read from it.
     """
@@ -182,9 +209,9 @@ def _open_place(name: str, directory: int, roots: Sequence[str], *, is_directory
     except OSError as error:
         raise _refusal(name, directory, error) from error
     try:
-        if not _is_below(place, roots):
+        if not _is_below(place, bounds.places):
             raise NotAllowed(
-                f"{_shown(name)} is a link out of the adapter roots; replace it by a copy "
+                f"{_shown(name)} is a link out of {bounds.name}; replace it by a copy "
                 "(cp -rL), or add the directory that it leads to with --adapter-root"
             )
     except BaseException:
@@ -202,8 +229,12 @@ def _open_for_reading(place: int, name: str) -> int:
 
 
 def _is_below(place: int, roots: Sequence[str]) -> bool:
-    path = os.readlink(f"/proc/self/fd/{place}")
+    path = _place_of(place)
     return any(path == root or path.startswith(f"{root.rstrip('/')}/") for root in roots)
+
+
+def _place_of(descriptor: int) -> str:
+    return os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 def _refusal(name: str, directory: int, error: OSError) -> NotFound | NotAllowed:

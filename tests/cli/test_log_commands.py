@@ -13,7 +13,11 @@ from loradock.controller.log.segments import segment_paths
 from loradock.controller.log.writer import Log
 from loradock.messages.records import FORMAT, ControllerStarted, Header, Record
 from loradock.messages.requests import LoadAdapter
+from loradock.processes.subprocesses import EXIT_LOG
+from tests.support.parallel.processes import controller
+from tests.support.simulation import log_damages
 from tests.support.simulation.log_examples import flip
+from tests.support.simulation.shell_examples import RawClient
 
 LIMITS = Limits(max_loras=2, max_cpu_loras=4)
 
@@ -92,11 +96,11 @@ def test_corruption_is_reported_and_cut_only_on_request(tmp_path):
 
     plan = run("log", "repair", "--json", directory=tmp_path)
     assert plan.exit_code == ExitCode.LOG
-    assert "cuts the log" in plan.stderr
+    loss = f"the records from {seq} on are lost; the last that the files show is 8"
+    assert loss in plan.stderr
     document = json.loads(plan.stdout)
-    assert (document["corrupt"], document["repaired"], document["seq"]) == (True, False, seq)
-    assert document["action"] == "cut"
-    assert document["lost_bytes"] > 0
+    assert (document["corrupt"], document["repaired"], document["next_seq"]) == (True, False, seq)
+    assert document["loss"] == loss
     assert run("log", "verify", directory=tmp_path).exit_code == ExitCode.LOG
 
     done = run("log", "repair", "--yes", "--json", directory=tmp_path)
@@ -106,6 +110,27 @@ def test_corruption_is_reported_and_cut_only_on_request(tmp_path):
     verified = json.loads(run("log", "verify", "--json", directory=tmp_path).stdout)
     assert (verified["corruption"], verified["last_seq"]) == (None, seq - 1)
     assert list((tmp_path / "log").glob("*.corrupt"))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [("segment 4", "lost"), ("segment 4", "duplicated"), ("segment 3", "a FIFO")],
+)
+def test_the_commands_lead_from_a_damaged_log_to_a_serving_controller(tmp_path, file, damage):
+    log_damages.write_log(tmp_path / "log")
+    log_damages.DAMAGES[damage](tmp_path / "log" / log_damages.FILES[file], tmp_path)
+    limits = log_damages.history(log_damages.SEED, 100)[0]
+    with controller(tmp_path, limits=limits) as process:
+        assert process.wait() == EXIT_LOG
+        assert "`loradock log repair` shows what can be done" in process.output()
+        assert run("log", "verify", directory=tmp_path).exit_code == ExitCode.LOG
+        shown = json.loads(run("log", "repair", "--json", directory=tmp_path).stdout)
+        done = json.loads(run("log", "repair", "--yes", "--json", directory=tmp_path).stdout)
+        assert done == shown | {"corrupt": False, "repaired": True}
+        assert run("log", "verify", directory=tmp_path).exit_code == 0
+        process.start()
+        with RawClient(tmp_path) as client:
+            assert client.status().seq >= done["next_seq"]
 
 
 def test_a_log_in_use_is_not_repaired(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loradock.client.calls import NO_ID, error_of
+from loradock.client.calls import NO_ID
 from loradock.client.session import Session, answer_of
 from loradock.messages import requests as rq
 from loradock.messages.errors import (
@@ -35,7 +35,7 @@ def test_every_code_has_one_error_and_every_error_one_code():
     with_codes = {one for one in all_subclasses(LoradockError) if "code" in vars(one)}
     assert set(ERRORS.values()) == with_codes
     for code, error in ERRORS.items():
-        raised = error_of(rq.Refused("r1", code, "what was found"))
+        raised = rq.Refused("r1", code, "what was found").error()
         assert type(raised) is error
         assert (raised.code, raised.message, raised.request_id) == (code, "what was found", "r1")
         assert raised.retryable == MEANINGS[code].retryable
@@ -129,11 +129,27 @@ def test_after_a_restart_unanswered_frames_are_sent_at_once():
     waiting, other = load(client), load(client)
     client.due(0.0)
     client.receive(reply(done(other), epoch=3), 0.1)
-    assert client.due(0.1) == []
+    assert sent(client.due(0.1)) == [waiting.request], "it was sent to no known start"
     third = load(client, now=0.2)
     client.due(0.2)
     client.receive(reply(done(third), epoch=4), 0.3)
     assert sent(client.due(0.3)) == [waiting.request]
+
+
+def refused(call):
+    return rq.Refused(call.request_id, ErrorCode.CONFLICT, "in use")
+
+
+def test_a_refusal_of_an_earlier_start_is_no_answer_and_other_answers_are():
+    client = session()
+    first, second = load(client), load(client)
+    client.receive(reply(rq.Refused("", ErrorCode.CONFLICT, "an earlier start"), epoch=3), 0.0)
+    assert sent(client.due(0.0)) == [first.request, second.request]
+    client.receive(reply(refused(first), epoch=2), 0.1)
+    client.receive(reply(done(second), epoch=2), 0.1)
+    assert (first.settled, second.outcome) == (False, done(second))
+    client.receive(reply(refused(first), epoch=3), 0.2)
+    assert first.settled
 
 
 def test_an_overloaded_fetch_is_sent_again_and_other_requests_fail():

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from loradock.gateway.page import content_security_policy, page_text
+from loradock.gateway import web
+from loradock.gateway.page import content_security_policy
 from loradock.messages import events as ev
 from loradock.messages.errors import ErrorCode
 from tests.support.gateway.served import Served
@@ -18,7 +19,7 @@ from tests.support.waiting import wait_until
 def test_the_page_is_served_with_its_policy(served: Served) -> None:
     response = served.get("/")
     assert response.headers["content-type"].startswith("text/html")
-    assert response.text == page_text()
+    assert response.text == web.page()
     policy = response.headers["content-security-policy"]
     assert policy == content_security_policy(response.text)
     assert "default-src 'none'" in policy
@@ -26,7 +27,7 @@ def test_the_page_is_served_with_its_policy(served: Served) -> None:
 
 
 def test_the_page_refers_to_no_other_host() -> None:
-    text = page_text()
+    text = web.page()
     # The empty icon keeps browsers from requesting one.
     assert re.findall(r"(?:src|href|action)\s*=\s*\S+", text) == ['href="data:,">']
     # Names of XML are not fetched, nor is the charts' home in a comment.
@@ -92,7 +93,7 @@ def test_a_reader_receives_what_events_do_not_contain(served: Served) -> None:
     waiting = msgspec.structs.replace(view("upper", "pinned"), waiting=3)
     served.controller.adapters["upper"] = waiting
     served.controller.publish(ev.AdapterHeld("upper"))
-    cards = []
+    cards: Any = []
     while not any(card["waiting"] == 3 for card in cards):
         _, _, cards = reader.next("adapters")
     reader.close()

@@ -11,10 +11,12 @@ from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.loading import load_model
+from loradock.engine.parallel import SINGLE
 from loradock.engine.punica import PunicaWrapper
 from loradock.engine.serving import startup
+from loradock.engine.serving.budget import StepBudget
 from loradock.engine.serving.decoding import CudaCapture, GraphRunner
-from loradock.engine.serving.forward import PackedModel, StepBudget
+from loradock.engine.serving.forward import PackedModel
 from loradock.engine.serving.startup import (
     PackedRefused,
     ProbeMapper,
@@ -118,6 +120,6 @@ def test_every_served_architecture_is_captured_or_logs_why_not(model_type: str) 
     packed.allocate()
     runner = GraphRunner(punica, CudaCapture(model.device))
     with structlog.testing.capture_logs() as logs:
-        captured = captured_or_none(packed, runner, mapper, StepBudget(64, chunks=True))
+        captured = captured_or_none(packed, runner, mapper, StepBudget(64, SINGLE))
     assert captured is not None, logs
     assert logs == []

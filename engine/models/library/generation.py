@@ -64,7 +64,7 @@ def state_after(model: PreTrainedModel, output: Any) -> dict[str, Any]:
 
 
 class _Forced:
-    """Lets `generate` choose the given tokens, one per step, and then token 0."""
+    """A processor that makes `generate` choose the given tokens, one per step, and then token 0."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = iter([*tokens, 0])
@@ -104,21 +104,21 @@ def generated_logits(
 
 @contextmanager
 def use_attention(configs: Sequence[PretrainedConfig], name: str) -> Iterator[None]:
-    """Let models with these configurations use a registered implementation, without padding.
+    """Use a registered implementation in models with these configurations, without padding.
 
-    `configs`: those of a model, parents before their parts.
+    `configs`: of a model, parents before their parts.
     """
     before = [config._attn_implementation for config in configs]
     padding = [vars(config).get("pad_token_id") for config in configs]
     for config in configs:
         config._attn_implementation = name
-        # A model that has one reads its first tokens on the host, to warn about a missing mask. Some
-        # configurations accept no None from a caller.
+        # With one a model reads tokens on the host, to warn about a missing mask. Some classes
+        # accept no None.
         vars(config)["pad_token_id"] = None
     try:
         yield
     finally:
-        # A parent's assignment reaches its parts, which follow with values of their own.
+        # A parent's assignment reaches its parts, which follow with their own values.
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
         for config, token in zip(configs, padding, strict=True):

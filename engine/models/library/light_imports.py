@@ -27,7 +27,7 @@ def import_transformers() -> None:
     # ruff: noqa: F401, PLC0415
     with without_compiler() as marks, _without_distributed():
         if marks is not None:
-            # The one submodule that is used, for its own class, does not need the others.
+            # The only submodule that is used, for its class, does not need the others.
             marks.__path__ = [os.path.join(torch.__path__[0], "_dynamo")]
         import transformers.masking_utils
         import transformers.modeling_utils
@@ -51,7 +51,7 @@ def without_compiler() -> Iterator[ModuleType | None]:
 
 
 def _is_compiler_needed() -> bool:
-    """Return whether transformers imports torchao, whose modules use the compiler's own ones."""
+    """Return whether transformers imports torchao, whose modules use the compiler's own modules."""
     from transformers.utils import is_torchao_available
 
     return bool(is_torchao_available())

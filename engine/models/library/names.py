@@ -1,6 +1,6 @@
 """Names of the library: models, caches, loading of weights; with stand-ins for those that it lacks.
 
-What most models do without may be absent from a version. Using it then fails like a model's own
+What most models do without can be absent from a version. Using it then fails like a model's own
 code that is called in an unsupported way, so the probe that needs it is refused, with the name in
 its reason, and a slower way to run rows is chosen.
 """

@@ -13,6 +13,7 @@ is cancelled in every phase.
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, Final, Literal, Protocol, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -24,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from loradock.client import LoradockError
 from loradock.gateway.http.errors import HttpError, Shape, error_of, error_response
-from loradock.gateway.http.streams import JsonResponse, ServerSentEvents, json_response
+from loradock.gateway.http.streams import ServerSentEvents
 from loradock.gateway.recorder import SPAN, RequestSpan
 
 TEXT_BYTES_MAX: Final = 8 << 20
@@ -38,9 +39,17 @@ CHANGES: Final = (400, 403, 404, 409, 429, 503)
 CONNECTION: Final = "loradock.connection"
 """The name of the ASGI extension in which the gateway's own HTTP protocol is a `HttpConnection`."""
 
+CLIENT: Final[ContextVar[str]] = ContextVar("client", default="")
+"""Names the HTTP client of the current request, without its key or address."""
+
+_UNCOUNTED_BYTES: Final = 256 << 10
+_COMMAS_MAX: Final = 1 << 20
+_BRACKETS_MAX: Final = 1 << 18
+"""Bounds on the values and on the lists and objects of a body: decoding one takes 0.1 us."""
+
 _JSON: Final = "application/json"
 
-Access = Literal["public", "key", "updating"]
+Reach = Literal["public", "key", "updating"]
 """Requests that are accepted: all, those with a key, or those with a key while the gateway lets
 clients change adapters."""
 
@@ -55,7 +64,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
     `body` and `answer` are the types of the JSON, None if absent or text. `failure` is the type of
     errors in a separate shape, next to `ErrorBody`. `shape`: the protocol of all others.
-    `has_images`: bodies may have the configured length instead of `TEXT_BYTES_MAX`. `span`: the
+    `has_images`: bodies can have the configured length instead of `TEXT_BYTES_MAX`. `span`: the
     operation in the name of its spans; empty: it has none.
     """
 
@@ -69,7 +78,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     shape: Shape = "openai"
     media_type: str = _JSON
     streams: bool = False
-    access: Access = "key"
+    access: Reach = "key"
     has_images: bool = False
     errors: tuple[int, ...] = ()
     span: str = ""
@@ -147,15 +156,21 @@ class Spans(Protocol):
         """Begin the span of a request, below the span that its headers name."""
 
 
-Refusal = Callable[[Endpoint, Scope], Response | None]
-"""Returns the answer to a request that has no access to an endpoint; None if it has."""
+class Access(Protocol):
+    """Who sends requests, and what they can reach."""
+
+    def refusal(self, endpoint: Endpoint, scope: Scope) -> Response | None:
+        """Return the answer to a request without access to an endpoint; None if it has access."""
+
+    def client_of(self, scope: Scope) -> str:
+        """Return the name of a request's client."""
 
 
 class EndpointApp:
     """The ASGI application of one endpoint; `spans` None: its requests have no spans."""
 
     def __init__(
-        self, endpoint: Endpoint, limits: BodyLimits, refusal: Refusal, spans: Spans | None
+        self, endpoint: Endpoint, limits: BodyLimits, access: Access, spans: Spans | None
     ) -> None:
         bytes_max = limits.body_bytes_max
         self._bytes_max: Final = (
@@ -163,17 +178,19 @@ class EndpointApp:
         )
         self._timeout_s: Final = limits.receive_timeout_s
         self._endpoint: Final = endpoint
-        self._refusal: Final = refusal
+        self._access: Final = access
         self._spans: Final = spans if endpoint.span else None
         self._takes_request: Final = "request" in inspect.signature(endpoint.handler).parameters
         self._decoder = None if endpoint.body is None else msgspec.json.Decoder(endpoint.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        refusal = self._refusal(self._endpoint, scope)
+        refusal = self._access.refusal(self._endpoint, scope)
         if refusal is not None:
             await refusal(scope, receive, send)
             return
+        # The task is this request's.
+        CLIENT.set(self._access.client_of(scope))
         try:
             arguments = await self._arguments(scope, receive)
         except Disconnected:
@@ -197,6 +214,8 @@ class EndpointApp:
         if self._decoder is None:
             return arguments
         check_json_type(scope)
+        if len(body) > _UNCOUNTED_BYTES:
+            await check_values(body)
         return {**arguments, "body": decode(self._decoder, body)}
 
     async def _serve(
@@ -234,6 +253,22 @@ class EndpointApp:
         return answer
 
 
+class JsonResponse(Response):
+    """An answer in JSON, whose headers cost less than those of the general class."""
+
+    def __init__(self, content: bytes, status: int) -> None:
+        self.status_code = status
+        self.body = content
+        self.background = None
+        length = str(len(content)).encode()
+        self.raw_headers = [(b"content-length", length), (b"content-type", b"application/json")]
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Return an answer with a Struct, or anything else that msgspec encodes, as JSON."""
+    return JsonResponse(msgspec.json.encode(value), status)
+
+
 def _response_of(answer: Any) -> Response:
     if isinstance(answer, JsonResponse | Response):
         return answer
@@ -252,7 +287,9 @@ def header_of(scope: Scope, name: bytes) -> str:
     return ""
 
 
-async def read_body(scope: Scope, receive: Receive, bytes_max: int, timeout_s: float) -> bytes:
+async def read_body(
+    scope: Scope, receive: Receive, bytes_max: int, timeout_s: float
+) -> bytes | bytearray:
     """Return the whole body; raises `HttpError` if it is too long or arrives too slowly."""
     connection = connection_of(scope)
     if connection is not None and connection.has_received_all:
@@ -267,26 +304,42 @@ async def read_body(scope: Scope, receive: Receive, bytes_max: int, timeout_s: f
         raise HttpError(408, f"the body did not arrive within {timeout_s:g} s") from error
 
 
-async def _read(receive: Receive, bytes_max: int) -> bytes:
-    parts: list[bytes] = []
-    size, more = 0, True
+async def _read(receive: Receive, bytes_max: int) -> bytes | bytearray:
+    # A long body is never copied as a whole.
+    body = bytearray()
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Disconnected
         part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > bytes_max:
+        if len(body) + len(part) > bytes_max:
             raise _too_long(bytes_max)
         more = message.get("more_body", False)
-        if not more and not parts:
+        if not more and not body:
             return part
-        parts.append(part)
-    return b"".join(parts)
+        body += part
+    return body
 
 
 def _too_long(bytes_max: int) -> HttpError:
     return HttpError(413, f"the body is too long; at most {bytes_max} bytes are read")
+
+
+async def check_values(body: bytes | bytearray) -> None:
+    """Raise `HttpError` for JSON of so many values that decoding it would stop the event loop.
+
+    Strings are counted as if they were JSON.
+    """
+    for character, most, what in (
+        (b",", _COMMAS_MAX, "commas"),
+        (b"[", _BRACKETS_MAX, "brackets"),
+        (b"{", _BRACKETS_MAX, "braces"),
+    ):
+        found = body.count(character)
+        if found > most:
+            raise HttpError(413, f"the body must have at most {most} {what}, got {found}")
+        await asyncio.sleep(0)
 
 
 def check_json_type(scope: Scope) -> None:
@@ -301,10 +354,10 @@ def check_json_type(scope: Scope) -> None:
         )
 
 
-def decode(decoder: "msgspec.json.Decoder[Body]", body: bytes) -> Body:
+def decode(decoder: "msgspec.json.Decoder[Body]", body: bytes | bytearray) -> Body:
     """Return the decoded body; raises `HttpError` for one that is not as documented.
 
-    Only the main thread may call it: its stack suffices for the depth at which decoding stops.
+    Only the main thread can call it: its stack suffices for the depth at which decoding stops.
     """
     try:
         return decoder.decode(body)

@@ -6,7 +6,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Final, Generic, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -34,6 +35,10 @@ from loradock.gateway.inference.tools import OutputReader, ToolPlan
 from loradock.gateway.recorder import unix_seconds
 from loradock.messages.requests import TokensStreamed
 
+_LOGPROB_SIZE: Final = 32
+_CHOICE_SIZE: Final = 64
+"""The characters that showing the most likely tokens at a place, and a choice, take as long as."""
+
 Event = dict[str, Any]
 """An event of a protocol; `type` is its name."""
 
@@ -57,6 +62,7 @@ class RunAnswer(ABC, Generic[Whole]):
         self.created = unix_seconds()
         self.model = service.models.names.shown(adapter)
         self.usage = usage
+        self._workers = service.workers
 
     async def respond(self, run: Run, *, stream: bool) -> Whole | ServerSentEvents:
         """Return the whole answer, or a stream that begins with the first output.
@@ -80,7 +86,10 @@ class RunAnswer(ABC, Generic[Whole]):
             await run.close()
         for output in outputs:
             self._count(output)
-        return self._whole([output.chunk for output in outputs if output.chunk is not None])
+        choices = [output.chunk for output in outputs if output.chunk is not None]
+        if (size := _size_of(choices)) == 0:
+            return self._whole(choices)
+        return await self._workers.run(size, partial(self._whole, choices))
 
     @abstractmethod
     def _whole(self, choices: list[TokensStreamed]) -> Whole:
@@ -115,7 +124,7 @@ class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
                     yield self._event(choice, part, options)
             async for output in run.outputs():
                 self._count(output)
-                for part in self._parts(output.choice, output.chunk):
+                for part in await self._parts_of(output):
                     yield self._event(output.choice, part, options)
         except LoradockError as error:
             yield error_events(error_of(error))
@@ -123,6 +132,14 @@ class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
         if options.include_usage:
             yield data_event(self._chunk([], self.usage.usage()))
         yield DONE
+
+    async def _parts_of(self, output: ChoiceOutput) -> list[Part]:
+        chunk = output.chunk
+        if chunk is None or not chunk.prompt_logprobs:
+            return self._parts(output.choice, chunk)
+        return await self._workers.run(
+            _size_of([chunk]), partial(self._parts, output.choice, chunk)
+        )
 
     @abstractmethod
     def _first_parts(self, choice: int) -> list[Part]:
@@ -141,6 +158,12 @@ class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
         if options.is_continuous:
             usage = self.usage.usage_of(choice)
         return data_event(self._chunk([part], usage))
+
+
+def _size_of(choices: Sequence[TokensStreamed]) -> int:
+    """Return a number of characters that showing choices takes as long as."""
+    places = sum(len(one.logprobs) + len(one.prompt_logprobs) for one in choices)
+    return _LOGPROB_SIZE * places + _CHOICE_SIZE * (len(choices) - 1)
 
 
 class Chat(Struct, frozen=True):

@@ -22,6 +22,7 @@ from loradock.gateway.inference.prompts import (
     Part,
     TextPart,
     ToolCall,
+    check_parts,
     raw_json,
 )
 from loradock.gateway.inference.sampling import STOP_MAX, JsonSchema, ResponseFormat, StopText
@@ -167,6 +168,7 @@ def prompt_of(body: MessagesRequest | CountRequest) -> ChatRequest:
     """Return a chat with what its prompt is made of; raises `HttpError`."""
     if body.thinking is not None and body.thinking.type != "disabled":
         raise HttpError(400, "thinking must be disabled or left out", "thinking")
+    check_parts(len(one.content) if isinstance(one.content, list) else 1 for one in body.messages)
     messages = [one for message in body.messages for one in _messages_of(message)]
     if body.system:
         messages.insert(0, Message("system", _content(body.system)))

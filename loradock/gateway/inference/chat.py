@@ -216,13 +216,13 @@ class Chats:
         start, _ = await self._start_of(body, await self._service.files_of(adapter))
         if isinstance(start.prompt, str):
             raise HttpError(400, "images are not served here; leave them out", "messages")
-        answer_id = random_id("chatcmpl")
-        return rendered(answer_id, start.prompt, start.sampling, body)
+        return rendered({random_id("chatcmpl"): start.prompt}, start.sampling, body)[0]
 
     async def _start_of(
         self, body: ChatRequest, files: ModelFiles
     ) -> tuple[GenerationStart, ToolPlan]:
-        found = await self._prompts.prompt_of(body, files)
+        tokens_max = files.context if body.truncate_prompt_tokens is None else None
+        found = await self._prompts.prompt_of(body, files, tokens_max)
         prompt = _shortened(found.prompt, body, self._service.context)
         tokens = None if isinstance(prompt, str) else len(prompt)
         max_tokens = self._max_tokens(body, tokens, files.defaults.max_new_tokens)
@@ -268,7 +268,7 @@ def _sampling_of_calls(
 ) -> dict[str, Any]:
     """Return the sampling parameters that calls of tools need."""
     if plan.structure is not None:
-        # A `response_format` is that of messages, and a forced answer is a call.
+        # A `response_format` describes messages, and a forced answer is a call.
         if has_structure and body.response_format is None:
             message = "a forced call and another structure of the output exclude each other"
             raise HttpError(400, message, "tool_choice")

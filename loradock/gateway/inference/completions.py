@@ -1,6 +1,7 @@
 """`POST /v1/completions`: texts and token ids continued, one choice or several."""
 
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -35,20 +36,30 @@ from loradock.gateway.inference.service import (
     TokenIds,
     Usage,
     UsageCount,
+    check_choices,
     finish_reason,
     generated_tokens,
     random_id,
     returned_ids,
     token_text_of,
 )
-from loradock.messages.prompts import TokenId, Truncation
+from loradock.messages.prompts import (
+    PROMPT_TOKENS_MAX,
+    TokenId,
+    Truncation,
+)
 from loradock.messages.requests import TokensStreamed
 from loradock.messages.views import TokenLogprob
 
 MAX_TOKENS_DEFAULT = 16
 """As in the OpenAI protocol."""
 
+PROMPTS_MAX: Final = 2048
+
 IdList = list[TokenId]
+
+Prompts = Sequence[str | list[int]]
+"""Prompts of one kind: all strings, or all token ids."""
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -105,9 +116,9 @@ class Completions:
         files = await service.files_of(adapter)
         sampling = _sampling(body, files.defaults)
         text_of = token_text_of(service, body, has_logprobs=body.logprobs is not None)
-        prompts = self._prompts_of(body, sampling["max_tokens"])
-        echoes = self._echoes(body, prompts) if body.echo else []
-        usage = self._usage(body, prompts)
+        prompts = await self._prompts_of(body, sampling["max_tokens"], count)
+        echoes = await self._echoes(body, prompts) if body.echo else []
+        usage = _usage(body, prompts)
         starts = [
             GenerationStart(tuple(prompt) if isinstance(prompt, list) else prompt, sampling)
             for prompt in prompts
@@ -130,73 +141,72 @@ class Completions:
         sampling = _sampling(body, files.defaults)
         # Rendered prompts are token ids.
         body.return_token_ids = True
-        prompts = self._prompts_of(body, sampling["max_tokens"])
+        prompts = await self._prompts_of(body, sampling["max_tokens"], 1)
         shown_id = random_id("cmpl")
         ids = [shown_id] if len(prompts) == 1 else [f"{shown_id}-{i}" for i in range(len(prompts))]
-        return [
-            rendered(one, tuple(prompt), sampling, body)
-            for one, prompt in zip(ids, prompts, strict=True)
-            if isinstance(prompt, list)
-        ]
+        tokens = [tuple(prompt) for prompt in prompts if isinstance(prompt, list)]
+        return rendered(dict(zip(ids, tokens, strict=True)), sampling, body)
 
-    def _prompts_of(self, body: CompletionRequest, max_tokens: int) -> list[str | list[int]]:
+    async def _prompts_of(self, body: CompletionRequest, max_tokens: int, count: int) -> Prompts:
         """Return the prompts of a request; strings become token ids if the gateway needs these."""
-        prompts = prompts_of(body.prompt)
-        for prompt in prompts:
-            check_length(prompt, self._service.context, "prompt")
+        context = self._service.context
+        prompts = prompts_of(body.prompt, context)
+        check_choices(len(prompts) * count)
+        special = body.add_special_tokens is not False
         truncation = truncation_of(body.truncate_prompt_tokens, body.truncation_side, "left")
         if truncation is not None:
-            return [self._truncated(prompt, body, truncation, max_tokens) for prompt in prompts]
-        if body.add_special_tokens is False or body.return_token_ids:
-            return [self._tokens_of(prompt, body) for prompt in prompts]
-        return prompts
+            space = context and context - max_tokens
+            return await self._truncated(prompts, truncation, space, special=special)
+        if special and not body.return_token_ids and not _has_prompt_tokens(body):
+            return prompts
+        limit = context or PROMPT_TOKENS_MAX
+        return await self._as_tokens(prompts, special=special, tokens_max=limit)
 
-    def _tokens_of(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        return self._service.tokenizer.encode(prompt, special=body.add_special_tokens is not False)
+    async def _as_tokens(
+        self, prompts: Prompts, *, special: bool, tokens_max: int | None
+    ) -> list[list[int]]:
+        texts = [one for one in prompts if isinstance(one, str)]
+        if not texts:
+            return [one for one in prompts if isinstance(one, list)]
+        return await self._service.tokens_of(texts, special=special, tokens_max=tokens_max)
 
-    def _truncated(
-        self,
-        prompt: str | list[int],
-        body: CompletionRequest,
-        truncation: Truncation,
-        max_tokens: int,
-    ) -> list[int]:
-        tokens = self._tokens_of(prompt, body)
-        content = tokens
-        if isinstance(prompt, str):
-            content = self._service.tokenizer.encode(prompt, special=False)
-        context = self._service.context
-        return truncated(truncation, tokens, content, context and context - max_tokens)
-
-    def _echoes(self, body: CompletionRequest, prompts: list[str | list[int]]) -> "list[_Echo]":
-        is_whole = body.truncate_prompt_tokens is None
+    async def _truncated(
+        self, prompts: Prompts, truncation: Truncation, space: int | None, *, special: bool
+    ) -> list[list[int]]:
+        tokens = await self._as_tokens(prompts, special=special, tokens_max=None)
+        contents = await self._as_tokens(prompts, special=False, tokens_max=None)
         return [
-            self._echo_of(sent, given if is_whole and isinstance(given, str) else None)
-            for given, sent in zip(prompts_of(body.prompt), prompts, strict=True)
+            truncated(truncation, whole, content, space)
+            for whole, content in zip(tokens, contents, strict=True)
         ]
 
-    def _echo_of(self, prompt: str | list[int], text: str | None) -> "_Echo":
-        """Return the echo of a prompt; `text`: its own, if the request has it."""
-        if isinstance(prompt, list):
-            text = self._service.tokenizer.decode(prompt) if text is None else text
-            return _Echo(text, prompt[0] if prompt else 0)
-        tokenizer = self._service.adapter_files.base.tokenizer
-        tokens = tokenizer.encode(prompt, special=True) if tokenizer is not None else []
-        return _Echo(prompt, tokens[0] if tokens else 0)
+    async def _echoes(self, body: CompletionRequest, prompts: Prompts) -> "list[_Echo]":
+        """Return the echo of each prompt, which is the request's own text if it is whole."""
+        if body.truncate_prompt_tokens is None:
+            texts = [one for one in prompts_of(body.prompt, None) if isinstance(one, str)]
+        else:
+            texts = []
+        if not texts:
+            ids = [one for one in prompts if isinstance(one, list)]
+            decode, size = self._service.tokenizer.decode, sum(map(len, ids))
+            texts = await self._service.workers.run(size, lambda: [decode(one) for one in ids])
+        firsts = [one[0] if one and isinstance(one, list) else 0 for one in prompts]
+        return [_Echo(text, first) for text, first in zip(texts, firsts, strict=True)]
 
-    def _usage(self, body: CompletionRequest, prompts: list[str | list[int]]) -> UsageCount:
-        """Return the counter of tokens, with those of the prompts if chunks need them."""
-        usage = UsageCount(body.n or 1)
-        if body.stream_options and body.stream_options.is_continuous:
-            for index, prompt in enumerate(prompts):
-                if isinstance(prompt, str):
-                    tokens = self._service.tokenizer.encode(prompt, special=True)
-                    usage.on_prompt(index, len(tokens))
-                else:
-                    usage.on_prompt(index, len(prompt))
-        return usage
+
+def _has_prompt_tokens(body: CompletionRequest) -> bool:
+    """Return whether the answer has the number of a prompt's tokens or, in an echo, the first."""
+    is_continuous = body.stream_options is not None and body.stream_options.is_continuous
+    return is_continuous or bool(body.echo and body.logprobs is not None)
+
+
+def _usage(body: CompletionRequest, prompts: Prompts) -> UsageCount:
+    """Return the counter of tokens, with the prompts' if chunks need them."""
+    usage = UsageCount(body.n or 1)
+    if body.stream_options and body.stream_options.is_continuous:
+        for index, prompt in enumerate(prompts):
+            usage.on_prompt(index, len(prompt))
+    return usage
 
 
 def _sampling(body: CompletionRequest, defaults: SamplingDefaults) -> dict[str, Any]:
@@ -214,19 +224,28 @@ def _sampling(body: CompletionRequest, defaults: SamplingDefaults) -> dict[str, 
 
 
 def prompts_of(
-    prompt: str | list[str | int | list[int]], param: str = "prompt"
-) -> list[str | list[int]]:
-    """Return each prompt of a request; raises `HttpError` for a list of several kinds."""
+    prompt: str | list[str | int | list[int]], context: int | None, param: str = "prompt"
+) -> Prompts:
+    """Return each prompt of a request.
+
+    Raises `HttpError` for a list of several kinds, for too many, and for one that is never sent.
+    """
     if isinstance(prompt, str):
+        check_length(prompt, context, param)
         return [prompt]
-    texts = [one for one in prompt if isinstance(one, str)]
-    tokens = [one for one in prompt if isinstance(one, int)]
-    lists = [one for one in prompt if isinstance(one, list)]
-    if len(tokens) == len(prompt):
-        return [tokens]
-    if len(prompt) not in (len(texts), len(lists)):
+    kind = type(prompt[0])
+    # Numbers are compared before anything is done with each item.
+    if kind is int:
+        check_length(prompt, context, param)
+    elif len(prompt) > PROMPTS_MAX:
+        message = f"a request can have at most {PROMPTS_MAX} prompts, got {len(prompt)}"
+        raise HttpError(400, message, param)
+    if not all(type(one) is kind for one in prompt):
         raise HttpError(400, "prompts must be all strings or all lists of token ids", param)
-    return [*texts, *lists]
+    prompts: list[Any] = [prompt] if kind is int else prompt
+    for one in prompts:
+        check_length(one, context, param)
+    return prompts
 
 
 class _Echo(NamedTuple):
@@ -253,7 +272,9 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         self._per_prompt = body.n or 1
         self._body = body
         self._text_of = text_of
-        # Per prompt what its first choice has received, and per choice the characters of tokens.
+        # The choices that have begun; per prompt what its first choice has received, and per choice
+        # the characters of tokens.
+        self._begun: set[int] = set()
         self.prompt_ids: list[tuple[int, ...]] = []
         self._prompts: dict[int, Entries] = {}
         self._characters: dict[int, CharacterCount] = {}
@@ -270,7 +291,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
     def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[CompletionChoice]:
         if chunk is None:
             return []
-        is_first = choice not in self._characters
+        is_first = choice not in self._begun
         return [self._first_part(choice, chunk) if is_first else self._choice(choice, chunk)]
 
     def _first_part(self, index: int, chunk: TokensStreamed) -> CompletionChoice:
@@ -294,7 +315,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
     ) -> CompletionChoice:
         has_output = self._body.max_tokens != 0
         scores = self._logprobs(index, chunk, has_output=has_output)
-        self._characters.setdefault(index, CharacterCount())
+        self._begun.add(index)
         text = echo + (chunk.text if has_output else "")
         reason = finish_reason(chunk) if has_output else "length"
         ids = returned_ids(chunk, self._body) if has_output else UNSET
@@ -304,7 +325,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         self, index: int, chunk: TokensStreamed, *, has_output: bool
     ) -> CompletionLogprobs | None:
         """Return the log-probabilities of the chunk's tokens, after the prompt's in an echo."""
-        is_echo = bool(self._echoes) and index not in self._characters
+        is_echo = bool(self._echoes) and index not in self._begun
         generated = generated_tokens(chunk)
         if self._body.logprobs is None or not (generated or is_echo):
             return None

@@ -11,14 +11,18 @@ import http.client
 import ipaddress
 import socket
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import urlsplit
 
 from loradock.gateway.http.errors import HttpError
-from loradock.messages.prompts import IMAGE_BYTES_MAX
+from loradock.messages.prompts import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, IMAGES_MAX
 
 FETCH_TIMEOUT_S: Final = 10.0
+_HEAD_CHARACTERS_MAX: Final = 1024
+"""Bound on what precedes the content of a data URL."""
+_PIECE_CHARACTERS: Final = 1 << 20
+"""The characters that are decoded without letting other threads run; a multiple of 4."""
 _PARAM: Final = "messages"
 
 
@@ -27,19 +31,46 @@ def is_remote(url: str) -> bool:
     return not url.startswith("data:")
 
 
+def check_urls(urls: Sequence[str]) -> None:
+    """Raise `HttpError` for more or longer images than a prompt can have, before any is decoded."""
+    if len(urls) > IMAGES_MAX:
+        raise HttpError(
+            400, f"a chat can have at most {IMAGES_MAX} images, got {len(urls)}", _PARAM
+        )
+    sizes = [_decoded_size(url) for url in urls if not is_remote(url)]
+    if any(size > IMAGE_BYTES_MAX for size in sizes):
+        raise _too_large()
+    if sum(sizes) > IMAGES_BYTES_MAX:
+        raise _refused(f"images of more than {IMAGES_BYTES_MAX} bytes together")
+
+
 def image_of_data_url(url: str) -> bytes:
-    """Return the bytes in a data URL; raises `HttpError`."""
-    head, separator, data = url.partition(",")
-    if not separator:
-        raise _refused("a data URL without a comma")
-    if not head.endswith(";base64"):
-        content = unquote_to_bytes(data)
-    else:
-        try:
-            content = base64.b64decode(data, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise _refused(f"a data URL that is not Base64: {error}") from error
+    """Return the bytes in a data URL that `check_urls` accepts; raises `HttpError`.
+
+    Other threads run between its pieces.
+    """
+    data = url[url.index(",") + 1 :]
+    if "=" in data[:-2]:
+        raise _refused("a data URL that is not Base64: padding before its end")
+    pieces = range(0, len(data), _PIECE_CHARACTERS)
+    try:
+        content = b"".join(
+            base64.b64decode(data[first : first + _PIECE_CHARACTERS], validate=True)
+            for first in pieces
+        )
+    except (binascii.Error, ValueError) as error:
+        raise _refused(f"a data URL that is not Base64: {error}") from error
     return _checked(content)
+
+
+def _decoded_size(url: str) -> int:
+    """Return the bytes of the image in a data URL, up to its padding."""
+    comma = url.find(",", 0, _HEAD_CHARACTERS_MAX)
+    if comma < 0:
+        raise _refused("a data URL without a comma")
+    if not url.endswith(";base64", 0, comma):
+        raise _refused("a data URL that is not Base64; send data:image/png;base64,...")
+    return (len(url) - comma - 1) // 4 * 3 - 2
 
 
 def fetch_image(url: str, allowed_hosts: Iterable[str]) -> bytes:
@@ -97,8 +128,12 @@ def _checked(content: bytes) -> bytes:
     if not content:
         raise _refused("an empty image")
     if len(content) > IMAGE_BYTES_MAX:
-        raise _refused(f"an image of more than {IMAGE_BYTES_MAX} bytes")
+        raise _too_large()
     return content
+
+
+def _too_large() -> HttpError:
+    return _refused(f"an image of more than {IMAGE_BYTES_MAX} bytes")
 
 
 def _refused(what: str) -> HttpError:

@@ -5,14 +5,14 @@ import math
 import operator
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from loradock.client import NotServed
 from loradock.gateway.http.endpoint import INFERENCE, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.inference.completions import IdList, prompts_of
+from loradock.gateway.inference.completions import PROMPTS_MAX, IdList, prompts_of
 from loradock.gateway.inference.sampling import (
     Labels,
     Side,
@@ -25,10 +25,8 @@ from loradock.gateway.inference.service import Service, Usage, new_id
 from loradock.gateway.recorder import unix_seconds
 from loradock.messages.prompts import TextPrompt, Truncation
 
-INPUTS_MAX: Final = 2048
-
 Input = str | Annotated[list[str | int | IdList], Meta(min_length=1)]
-Texts = str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)]
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=PROMPTS_MAX)]
 Encoding = Literal["float", "base64"]
 
 
@@ -280,9 +278,9 @@ class PoolingEndpoints:
         # Each different text is embedded once.
         texts = list(dict.fromkeys((*first, *second)))
         names = ("text_1", "text_2") if isinstance(body, ScoreRequest) else ("query", "documents")
-        if len(texts) > INPUTS_MAX:
+        if len(texts) > PROMPTS_MAX:
             raise HttpError(
-                400, f"a request can have at most {INPUTS_MAX} texts, got {len(texts)}", names[1]
+                400, f"a request can have at most {PROMPTS_MAX} texts, got {len(texts)}", names[1]
             )
         for name, side in zip(names, (first, second), strict=True):
             for text in side:
@@ -293,13 +291,7 @@ class PoolingEndpoints:
         return scores, found.input_tokens
 
     def _inputs(self, body: PoolingRequest) -> list[TextPrompt]:
-        prompts = prompts_of(body.input, "input")
-        if len(prompts) > INPUTS_MAX:
-            raise HttpError(
-                400, f"a request can have at most {INPUTS_MAX} inputs, got {len(prompts)}", "input"
-            )
-        for prompt in prompts:
-            check_length(prompt, self._service.context, "input")
+        prompts = prompts_of(body.input, self._service.context, "input")
         return [one if isinstance(one, str) else tuple(one) for one in prompts]
 
 

@@ -6,23 +6,36 @@ the model expects, so none are added.
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from loradock.gateway.http.errors import HttpError
+from loradock.gateway.http.errors import HttpError, prompt_too_long
 from loradock.gateway.inference.chat_template import TemplateError
-from loradock.gateway.inference.images import fetch_image, image_of_data_url, is_remote
+from loradock.gateway.inference.images import (
+    check_urls,
+    fetch_image,
+    image_of_data_url,
+    is_remote,
+)
 from loradock.gateway.inference.model_files import ModelFiles
 from loradock.gateway.inference.sampling import check_length
 from loradock.gateway.inference.templates import Template, Templates
-from loradock.gateway.inference.tokenizer import no_tokenizer
+from loradock.gateway.inference.tokenizer import Tokenizer, no_tokenizer
+from loradock.gateway.inference.workers import Workers
 from loradock.gateway.options import AUTO_PARSER
-from loradock.messages.prompts import IMAGES_MAX
+from loradock.messages.prompts import PROMPT_CHARACTERS_MAX
 
 MESSAGES_MAX: Final = 4096
+PARTS_MAX: Final = 8192
+"""Bound on the parts and the calls of tools of all messages of a chat."""
+_PART_SIZE: Final = 64
+"""The characters that converting and rendering a part takes as long as."""
+CHARACTERS_MAX: Final = 4 * PROMPT_CHARACTERS_MAX
+"""Bound on the texts of a chat, of which its template can leave something out, in characters."""
 RAW_BYTES_MAX: Final = 1 << 20
 """Bound on JSON that only the template reads, in bytes."""
 
@@ -99,6 +112,35 @@ class Conversation(NamedTuple):
 
     messages: list[dict[str, Any]]
     image_urls: list[str]
+
+
+def check_parts(counts: Iterable[int], param: str = "messages") -> None:
+    """Raise `HttpError` unless messages with these numbers of parts are short enough to convert."""
+    found = sum(counts)
+    if found > PARTS_MAX:
+        raise HttpError(400, f"a chat can have at most {PARTS_MAX} parts, got {found}", param)
+
+
+def size_of(messages: Sequence[Message], context: int | None) -> int:
+    """Return a number of characters that a chat takes as long to convert as.
+
+    Raises `HttpError` for too many parts or characters. Images are not counted.
+    """
+    contents = [one.content if isinstance(one.content, list) else () for one in messages]
+    parts = [
+        len(one.tool_calls or ()) + len(content)
+        for one, content in zip(messages, contents, strict=True)
+    ]
+    check_parts(parts)
+    characters = sum(len(_text(part)) for content in contents for part in content)
+    characters += sum(len(one.content) for one in messages if isinstance(one.content, str))
+    characters += sum(
+        len(call.function.arguments) for one in messages for call in one.tool_calls or ()
+    )
+    if characters > CHARACTERS_MAX:
+        found = f"{characters} characters > {CHARACTERS_MAX} maximum"
+        raise prompt_too_long(found, context, "messages")
+    return characters + _PART_SIZE * (len(messages) + sum(parts))
 
 
 def conversation_of(messages: Sequence[Message], *, reads_parts: bool) -> Conversation:
@@ -214,18 +256,26 @@ class ChatPrompt(Struct, frozen=True):
 class ChatPrompts:
     """Makes prompts of chats with the files of the model or an adapter."""
 
-    def __init__(self, allowed_hosts: Sequence[str]) -> None:
+    def __init__(self, allowed_hosts: Sequence[str], workers: Workers) -> None:
         self._allowed_hosts = tuple(allowed_hosts)
+        self._workers = workers
 
-    async def prompt_of(self, body: PromptFields, files: ModelFiles) -> ChatPrompt:
-        """Return the prompt; raises `HttpError`."""
+    async def prompt_of(
+        self, body: PromptFields, files: ModelFiles, tokens_max: int | None = None
+    ) -> ChatPrompt:
+        """Return the prompt; raises `HttpError`, also if it certainly has more tokens than that."""
         if files.tokenizer is None:
             raise no_tokenizer()
-        tokenizer, variables = files.tokenizer, _variables(body)
+        tokenizer, workers = files.tokenizer, self._workers
+        size = size_of(body.messages, files.context)
+        variables = _variables(body)
+        size += sum(len(bytes(raw)) for raw in (body.tools, body.documents) if raw is not UNSET)
         template = _template_for(files.templates, has_tools=variables["tools"] is not None)
-        conversation = conversation_of(body.messages, reads_parts=template.reads_parts)
+        convert = partial(conversation_of, body.messages, reads_parts=template.reads_parts)
+        conversation = await workers.run(size, convert)
+        check_urls(conversation.image_urls)
         try:
-            text = await template.render(conversation.messages, variables)
+            text = await template.render(conversation.messages, variables, size, workers)
         except TemplateError as error:
             raise HttpError(400, str(error), "messages") from error
         check_length(text, files.context, "messages")
@@ -234,24 +284,27 @@ class ChatPrompts:
         if body.continue_final_message:
             text = _until_final_content(text, body)
         if not conversation.image_urls:
-            tokens = tokenizer.encode(text, special=bool(body.add_special_tokens))
-            return ChatPrompt(tuple(tokens), tool_format=tool_format)
-        images = await self._images(conversation.image_urls)
+            encode = partial(_encode, tokenizer, text, bool(body.add_special_tokens), tokens_max)
+            tokens = await workers.run(len(text), encode)
+            return ChatPrompt(tokens, tool_format=tool_format)
+        images = tuple([await self._image(url) for url in conversation.image_urls])
         # The engine's processor tokenizes this text itself and adds special tokens again.
         bos = tokenizer.special_tokens.get("bos_token", "")
         prompt = text.removeprefix(bos) if tokenizer.adds_bos else text
         return ChatPrompt(prompt, images, tool_format)
 
-    async def _images(self, urls: Sequence[str]) -> tuple[bytes, ...]:
-        if len(urls) > IMAGES_MAX:
-            message = f"a chat can have at most {IMAGES_MAX} images, got {len(urls)}"
-            raise HttpError(400, message, "messages")
-        return tuple([await self._image(url) for url in urls])
-
     async def _image(self, url: str) -> bytes:
         if is_remote(url):
             return await asyncio.to_thread(fetch_image, url, self._allowed_hosts)
-        return image_of_data_url(url)
+        return await self._workers.run(len(url), partial(image_of_data_url, url))
+
+
+def _encode(
+    tokenizer: Tokenizer, text: str, special: bool, tokens_max: int | None
+) -> tuple[int, ...]:
+    if tokens_max is not None and tokenizer.exceeds(text, tokens_max):
+        raise prompt_too_long(f"more than {tokens_max} tokens", tokens_max, "messages")
+    return tuple(tokenizer.encode(text, special=special))
 
 
 def _template_for(templates: Templates, *, has_tools: bool) -> Template:

@@ -4,6 +4,7 @@ No answer is stored, so a request that refers to a stored one is refused.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -26,6 +27,7 @@ from loradock.gateway.inference.prompts import (
     RefusalPart,
     TextPart,
     ToolCall,
+    check_parts,
     raw_json,
 )
 from loradock.gateway.inference.sampling import JsonSchema, ResponseFormat
@@ -77,7 +79,7 @@ class InputItem(Struct, frozen=True):
 
 
 class FunctionTool(Struct, frozen=True):
-    """A function that the model may call; no other type of tool is served."""
+    """A function that the model can call; no other type of tool is served."""
 
     type: str
     name: str = ""
@@ -206,28 +208,39 @@ def _is_set(value: Json) -> bool:
 
 def _messages_of(body: ResponsesRequest) -> list[Message]:
     """Return the messages; templates expect one system message, and calls in one message."""
-    messages: list[Message] = []
-    if body.instructions:
-        messages.append(Message("system", body.instructions))
     if isinstance(body.input, str):
-        return [*messages, Message("user", body.input)]
-    for item in body.input:
-        _append(messages, _message_of(item))
-    return messages
-
-
-def _append(messages: list[Message], message: Message) -> None:
-    """Append a message, or join it with the one before that belongs to the same turn."""
-    last = messages[-1] if messages else None
-    if last is None or last.role != message.role:
-        messages.append(message)
-    elif message.role == "assistant" and message.tool_calls:
-        calls = [*(last.tool_calls or ()), *message.tool_calls]
-        messages[-1] = replace(last, tool_calls=calls)
-    elif message.role == "system" and len(messages) == 1:
-        messages[-1] = replace(last, content=f"{_text(last.content)}\n\n{_text(message.content)}")
+        given = [Message("user", body.input)]
     else:
-        messages.append(message)
+        check_parts(map(_parts_of, body.input), "input")
+        given = [_message_of(item) for item in body.input]
+    instructions = [Message("system", body.instructions)] if body.instructions else []
+    turns = groupby([*instructions, *given], key=lambda message: message.role)
+    return [
+        message
+        for number, (role, turn) in enumerate(turns)
+        for message in _joined(role, list(turn), is_first=number == 0)
+    ]
+
+
+def _parts_of(item: InputItem) -> int:
+    return sum(1 if isinstance(one, str) else len(one) for one in (item.content, item.output))
+
+
+def _joined(role: str, turn: list[Message], *, is_first: bool) -> list[Message]:
+    """Return the messages of one turn, with its calls in the message that they follow."""
+    if role == "system" and is_first and len(turn) > 1:
+        return [Message(role, "\n\n".join([_text(message.content) for message in turn]))]
+    joined: list[Message] = []
+    for message in turn:
+        if joined and message.tool_calls:
+            last = joined[-1]
+            # A list is copied once, and not with each of its calls.
+            calls = last.tool_calls if last.tool_calls is not None else []
+            calls += message.tool_calls
+            joined[-1] = replace(last, tool_calls=calls)
+        else:
+            joined.append(message)
+    return joined
 
 
 def _message_of(item: InputItem) -> Message:

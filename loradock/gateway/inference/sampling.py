@@ -5,7 +5,7 @@ changes nothing. Here are also the structure of an output, under the names of Op
 the length of prompts, and what a generation would start from.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -210,7 +210,7 @@ class SamplingDefaults(Struct, frozen=True):
     """Values for parameters that a request leaves out, under their names in generation_config.json.
 
     `max_new_tokens`: of a chat; None: as many as the context leaves. `stop_token_ids`: tokens that
-    end an output besides the model's own and those of the request, unless it ignores end tokens.
+    end an output besides the tokens of the model and of the request, unless it ignores end tokens.
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = TEMPERATURE_DEFAULT
@@ -364,7 +364,7 @@ def _of_response_format(wanted: ResponseFormat | None) -> Structure | None:
 
 
 def _schema(raw: msgspec.Raw | UnsetType) -> Structure | None:
-    """Return the structure of a schema, which may be JSON within a string."""
+    """Return the structure of a schema, which can be JSON within a string."""
     if raw is UNSET:
         return None
     text = bytes(raw).decode().strip()
@@ -387,7 +387,7 @@ def _choice(choices: list[str] | None) -> Structure | None:
     return None if choices is None else Structure("choice", choices=tuple(choices))
 
 
-def check_length(prompt: str | Sequence[int], context: int | None, param: str) -> None:
+def check_length(prompt: str | Sequence[Any], context: int | None, param: str) -> None:
     """Raise `HttpError` for a prompt that is too long to be sent; `context` None: unknown."""
     unit, most = "tokens", PROMPT_TOKENS_MAX
     if isinstance(prompt, str):
@@ -417,8 +417,8 @@ def truncated(
 ) -> list[int]:
     """Return the tokens of a prompt after truncation; raises `HttpError`.
 
-    `content`: those without special ones. `space`: the tokens of the context that the output does
-    not need; None if the context is unknown.
+    `content`: the tokens without special tokens. `space`: the tokens of the context that the output
+    does not need; None if the context is unknown.
     """
     limit = truncation.tokens or space
     if limit is None:
@@ -467,25 +467,29 @@ class Rendered(Struct, frozen=True, kw_only=True):
 
 
 def rendered(
-    request_id: str, tokens: tuple[int, ...], sampling: dict[str, Any], body: SamplingFields
-) -> Rendered:
-    """Return what a generation would start from; `sampling`: the keywords of its start.
+    prompts: Mapping[str, tuple[int, ...]], sampling: dict[str, Any], body: SamplingFields
+) -> list[Rendered]:
+    """Return what generations would start from, by their request ids.
 
-    Raises `LoradockError` for values that the start would refuse.
+    `sampling`: the keywords of their start. Raises `LoradockError` for values that it would refuse.
     """
     options = dict(sampling)
     priority = options.pop("priority", 0)
-    request = Generate(NO_ID, None, tokens, Sampling(**options), priority=priority)
+    request = Generate(NO_ID, None, (), Sampling(**options), priority=priority)
     check_arguments(request)
-    return Rendered(
-        request_id=request_id,
-        model=body.model,
-        token_ids=tokens,
-        sampling_params=_shown(request.sampling),
-        stream=bool(body.stream),
-        stream_options=body.stream_options if body.stream else None,
-        priority=priority,
-    )
+    shown = _shown(request.sampling)
+    return [
+        Rendered(
+            request_id=request_id,
+            model=body.model,
+            token_ids=tokens,
+            sampling_params=shown,
+            stream=bool(body.stream),
+            stream_options=body.stream_options if body.stream else None,
+            priority=priority,
+        )
+        for request_id, tokens in prompts.items()
+    ]
 
 
 def _shown(sampling: Sampling) -> RenderedSampling:

@@ -22,17 +22,25 @@ from loradock.client import (
     LoradockError,
 )
 from loradock.gateway.adapters.models import Models
-from loradock.gateway.http.errors import HttpError
+from loradock.gateway.http.endpoint import CLIENT
+from loradock.gateway.http.errors import HttpError, prompt_too_long
 from loradock.gateway.inference.adapter_files import AdapterFiles
 from loradock.gateway.inference.logprobs import TokenText, TokenTextOf
 from loradock.gateway.inference.model_files import ModelFiles
 from loradock.gateway.inference.sampling import SamplingFields
 from loradock.gateway.inference.tokenizer import Tokenizer, no_tokenizer
+from loradock.gateway.inference.workers import Workers
 from loradock.gateway.recorder import SPAN, Recorder
-from loradock.messages.prompts import TextPrompt, Truncation
+from loradock.messages.prompts import PROMPT_CHARACTERS_MAX, TextPrompt, Truncation
 from loradock.messages.requests import GenerationDone, TokensStreamed
 
 CHOICES_PER_REQUEST_MAX: Final = 2048
+CHARACTERS_MAX: Final = 4 * PROMPT_CHARACTERS_MAX
+"""Bound on the characters of all prompts of a request whose tokens the gateway needs."""
+
+_STARTS_PER_STEP: Final = 32
+"""The generations of a request that are started before other tasks run."""
+
 _TEXTS_MAX: Final = 4096
 
 Pooled = TypeVar("Pooled", Embedding, Classification)
@@ -243,6 +251,7 @@ class Service:
         models: Models,
         recorder: Recorder,
         files: AdapterFiles,
+        workers: Workers,
         timeout_s: float,
     ) -> None:
         self.client: Final = client
@@ -250,6 +259,7 @@ class Service:
         self.recorder: Final = recorder
         self.timeout_s: Final = timeout_s
         self.adapter_files: Final = files
+        self.workers: Final = workers
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -272,21 +282,42 @@ class Service:
         files = self.adapter_files
         return files.base if adapter is None else await files.of(adapter)
 
+    async def tokens_of(
+        self, texts: Sequence[str], *, special: bool, tokens_max: int | None = None
+    ) -> list[list[int]]:
+        """Return the token ids of texts.
+
+        Raises `HttpError` for more characters than a request can have, and for a text that
+        certainly has more than `tokens_max` tokens; None: any number is read.
+        """
+        characters = sum(map(len, texts))
+        if characters > CHARACTERS_MAX:
+            raise HttpError(
+                400,
+                f"the prompts of a request that needs their tokens must have at most "
+                f"{CHARACTERS_MAX} characters together, got {characters}; send fewer",
+                "prompt",
+            )
+        tokenizer, context = self.tokenizer, self.context
+
+        def encode(text: str) -> list[int]:
+            if tokens_max is not None and tokenizer.exceeds(text, tokens_max):
+                raise prompt_too_long(f"more than {tokens_max} tokens", context, "prompt")
+            return tokenizer.encode(text, special=special)
+
+        return await self.workers.map(encode, texts)
+
     async def start(
         self, adapter: str | None, starts: Sequence[GenerationStart], count: int = 1
     ) -> Run:
         """Start generations with `count` choices each; raises `LoradockError`."""
-        if len(starts) * count > CHOICES_PER_REQUEST_MAX:
-            raise HttpError(
-                400,
-                f"a request can produce at most {CHOICES_PER_REQUEST_MAX} texts, got "
-                f"{len(starts) * count}",
-                "n",
-            )
+        check_choices(len(starts) * count)
         generations: list[AsyncGeneration] = []
         try:
-            for one in starts:
+            for number, one in enumerate(starts, 1):
                 generations += [await self._start_one(adapter, one)]
+                if number % _STARTS_PER_STEP == 0:
+                    await asyncio.sleep(0)
                 self.recorder.on_generation(count, one.sampling.get("max_tokens"))
             return Run(generations, self.recorder, count)
         except BaseException:
@@ -310,6 +341,7 @@ class Service:
                 trace=_traceparent(adapter),
                 truncation=truncation,
                 dimensions=dimensions,
+                client=CLIENT.get(),
             )
         )
 
@@ -327,6 +359,7 @@ class Service:
                 timeout_s=self.timeout_s,
                 trace=_traceparent(adapter),
                 truncation=truncation,
+                client=CLIENT.get(),
             )
         )
 
@@ -350,7 +383,18 @@ class Service:
             images=start.images,
             timeout_s=self.timeout_s,
             trace=_traceparent(adapter),
+            client=CLIENT.get(),
             **start.sampling,
+        )
+
+
+def check_choices(count: int) -> None:
+    """Raise `HttpError` for more texts than a request can produce."""
+    if count > CHOICES_PER_REQUEST_MAX:
+        raise HttpError(
+            400,
+            f"a request can produce at most {CHOICES_PER_REQUEST_MAX} texts, got {count}",
+            "n",
         )
 
 

@@ -1,6 +1,6 @@
 """The chat templates of a model or an adapter, and the process that renders them.
 
-The model's own, and that of `--chat-template`, are the operator's, and are rendered in the gateway.
+The templates of the model and of `--chat-template` are the operator's, and rendered in the gateway.
 An adapter's are rendered in another process (`chat_template.main`), which the system ends if a
 template takes too long.
 """
@@ -10,6 +10,7 @@ import json
 import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import structlog
@@ -25,6 +26,7 @@ from loradock.gateway.inference.chat_template import (
     encode_frame,
 )
 from loradock.gateway.inference.tool_formats import find_format
+from loradock.gateway.inference.workers import Workers
 from loradock.processes.subprocesses import process_command
 
 WALL_S: Final = 60.0
@@ -51,8 +53,10 @@ class Template(Protocol):
     def tool_format(self) -> str:
         """The format of tool calls that it shows; empty if it shows no known one."""
 
-    async def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
-        """Return the prompt; raises `TemplateError`."""
+    async def render(
+        self, messages: Sequence[Any], variables: Mapping[str, Any], size: int, workers: Workers
+    ) -> str:
+        """Return the prompt of messages of this size; raises `TemplateError`."""
 
 
 class Templates(Struct, frozen=True):
@@ -82,9 +86,11 @@ class OperatorsTemplate:
         """Return whether contents are lists of parts."""
         return self._template.reads_parts
 
-    async def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
-        """Return the prompt; raises `TemplateError`."""
-        return self._template.render(messages, variables)
+    async def render(
+        self, messages: Sequence[Any], variables: Mapping[str, Any], size: int, workers: Workers
+    ) -> str:
+        """Return the prompt of messages of this size; raises `TemplateError`."""
+        return await workers.run(size, partial(self._template.render, messages, variables))
 
 
 class AdaptersTemplate:
@@ -109,8 +115,11 @@ class AdaptersTemplate:
         """Return whether contents are lists of parts."""
         return self._reads_parts
 
-    async def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
+    async def render(
+        self, messages: Sequence[Any], variables: Mapping[str, Any], size: int, workers: Workers
+    ) -> str:
         """Return the prompt; raises `TemplateError`, also for a time after a bound was exceeded."""
+        del size, workers
         clock = asyncio.get_running_loop().time
         if clock() < self._refuses_until:
             raise TemplateError(f"the chat template needed more than {_BOUNDS} a moment ago")
@@ -124,7 +133,7 @@ class AdaptersTemplate:
 
 
 class BoundsExceeded(TemplateError):  # noqa: N818 - named by what happened
-    """A template that needs more time or memory than it may have."""
+    """A template that needs more time or memory than it can have."""
 
     def __init__(self) -> None:
         super().__init__(f"the chat template needs more than {_BOUNDS} for these messages")

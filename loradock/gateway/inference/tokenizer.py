@@ -5,6 +5,7 @@ times the memory of a gateway.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,12 @@ from loradock.messages.errors import ErrorCode
 FILE_BYTES_MAX: Final = 256 << 20
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+PIECE_CHARACTERS: Final = 16_384
+"""The characters of a long text that are tokenized before the tokens are compared with a bound."""
+
+_SEAM_TOKENS: Final = 128
+"""Bound on the tokens that one cut through a word or a run of spaces adds to a text."""
 
 _NO_CHARACTER: Final = "\ufffd"
 """The character that stands for bytes which are no character."""
@@ -49,25 +56,47 @@ class Tokenizer:
         self.config = json_object(text, TOKENIZER_CONFIG_FILE)
         self.special_tokens: Final = special_tokens(self.config)
         self._anchor: Final = self.encode("a", special=False)[:1]
+        self._anchor_length: Final = len(self.decode(self._anchor))
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Return the token ids; `special`: with those that the tokenizer adds to every text."""
-        ids: list[int] = self._vocabulary.encode(text, add_special_tokens=special).ids
+        """Return the token ids; `special`: with the ids that the tokenizer adds to every text.
+
+        It lets other threads run.
+        """
+        # Unlike `encode`, it releases the interpreter's lock, and counts no offsets.
+        [found] = self._vocabulary.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = found.ids
         return ids
 
+    def exceeds(self, text: str, tokens_max: int) -> bool:
+        """Return whether a text certainly has more tokens, without tokenizing all of it.
+
+        It is tokenized in pieces until they have too many tokens. A text of one piece is not.
+        """
+        found = 0
+        if len(text) <= PIECE_CHARACTERS:
+            return False
+        for first in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[first : first + PIECE_CHARACTERS]
+            found += max(0, len(self.encode(piece, special=False)) - _SEAM_TOKENS)
+            if found > tokens_max:
+                return True
+        return False
+
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, special ones included."""
-        text: str = self._vocabulary.decode(list(tokens), skip_special_tokens=False)
-        return text
+        """Return the text of token ids, special ones included; it lets other threads run."""
+        texts = self._vocabulary.decode_batch([list(tokens)], skip_special_tokens=False)
+        return str(texts[0])
 
     def token_text(self, token: int) -> str:
         """Return the text of one token id, with a space that it begins with."""
         # Some tokenizers drop the space before the first word of a text.
-        before = self._anchor
-        return self.decode([*before, token])[len(self.decode(before)) :]
+        tokens = [*self._anchor, token]
+        text: str = self._vocabulary.decode(tokens, skip_special_tokens=False)
+        return text[self._anchor_length :]
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token id in UTF-8, which may be a part of a character."""
+        """Return the bytes of one token id in UTF-8, which can be a part of a character."""
         text = self.token_text(token)
         if _NO_CHARACTER not in text:
             return text.encode()
@@ -104,6 +133,8 @@ def _vocabulary(path: Path) -> Vocabulary:
     if path.stat().st_size > FILE_BYTES_MAX:
         raise ValueError(f"{path} has more than {FILE_BYTES_MAX} bytes")
     text = path.read_text()
+    # Its own threads would be one more for each processor, outside the shares of clients.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return Vocabulary.from_str(text)
     except Exception as error:

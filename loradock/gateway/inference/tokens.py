@@ -1,5 +1,6 @@
 """`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`."""
 
+from functools import partial
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, field
@@ -66,21 +67,26 @@ class Tokens:
         if (body.prompt is None) == (not body.messages):
             raise HttpError(400, "send either 'prompt' or 'messages'", "prompt")
         if body.prompt is not None:
-            tokens = tokenizer.encode(body.prompt, special=body.add_special_tokens is not False)
+            special = body.add_special_tokens is not False
+            [tokens] = await self._service.tokens_of([body.prompt], special=special)
         else:
             files = await self._service.files_of(adapter)
             rendered = await self._prompts.prompt_of(body, files)
             if isinstance(rendered.prompt, str):
                 raise HttpError(400, "images are not served here; leave them out", "messages")
             tokens = list(rendered.prompt)
-        texts = tokenizer.token_texts(tokens) if body.return_token_strs else None
+        texts = None
+        if body.return_token_strs:
+            token_texts = partial(tokenizer.token_texts, tokens)
+            texts = await self._service.workers.run(len(tokens), token_texts)
         return Tokenized(len(tokens), self._service.context, tokens, texts)
 
     @post("/detokenize", errors=INFERENCE)
     async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
         """Text of token ids."""
         await self._service.models.find(body.model)
-        return Detokenized(self._service.tokenizer.decode(body.tokens))
+        decode = partial(self._service.tokenizer.decode, body.tokens)
+        return Detokenized(await self._service.workers.run(len(body.tokens), decode))
 
 
 class TokenizerInfo:

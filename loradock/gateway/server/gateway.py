@@ -20,6 +20,7 @@ from loradock.gateway.adapters.sources import (
 from loradock.gateway.inference.adapter_files import AdapterFiles
 from loradock.gateway.inference.model_files import read_model_files
 from loradock.gateway.inference.service import Service
+from loradock.gateway.inference.workers import Workers
 from loradock.gateway.options import GatewayConfig, allows_updating
 from loradock.gateway.page import Live
 from loradock.gateway.rates import Rates
@@ -48,7 +49,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config: Final = config
-        # What may be refused precedes the client, which has a socket.
+        # What can be refused precedes the client, which has a socket.
         tracer = configured_tracer("gateway")
         resolvers = configured_resolvers(config.lora_resolver_roots, config.lora_resolvers)
         self._modules = parse_lora_modules(config.lora_modules)
@@ -75,8 +76,9 @@ class Gateway:
         self._adapter_files = AdapterFiles(
             models, files, config.adapter_roots, has_template=bool(config.chat_template)
         )
+        self._workers = Workers()
         self.service: Final = Service(
-            self.client, models, self.recorder, self._adapter_files, timeout_s
+            self.client, models, self.recorder, self._adapter_files, self._workers, timeout_s
         )
         self.spans: Traces | None = None
         if tracer is not None:
@@ -101,6 +103,7 @@ class Gateway:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                self._workers.close()
                 await self._adapter_files.process.close()
                 failed.cancel()
 

@@ -5,11 +5,13 @@ The process ends when its supervisor does, and ends its requests before that wit
 
 import asyncio
 import gc
+import logging
 import os
 import resource
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -31,11 +33,18 @@ HEAD_TIMEOUT_S: Final = 20.0
 UNREAD_TIMEOUT_S: Final = 60.0
 """Bound on the time in which a client reads nothing of an answer that waits for it."""
 
+LINGER_S: Final = 2.0
+"""Bound on the time in which the rest of a body is read after its answer."""
+
 STEP_BOUND_S: Final = 60.0
 """Bound on a turn of the loop; the supervisor ends a process that takes longer."""
 
 GARBAGE_OBJECTS: Final = 20_000
 """Objects that are made, and not freed, between two collections of garbage."""
+
+LOG_LINES: Final = 10
+LOG_INTERVAL_S: Final = 60.0
+"""The HTTP server logs this many lines in this time: anyone can send malformed requests."""
 
 log = structlog.get_logger("gateway")
 
@@ -97,6 +106,7 @@ async def serve(
     progress: Progress | None = None,
 ) -> None:
     """Serve on a socket until a signal; raises `StartError` if the gateway can't serve."""
+    _log_http_server()
     gateway = Gateway(config)
     async with gateway.running() as failed:
         http = uvicorn_config(config, create_app(gateway))
@@ -138,6 +148,32 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+class ServerLog(logging.Handler):
+    """Writes the HTTP server's lines to the process's log within a bound, and counts the rest."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._since = clock()
+        self._lines = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, or count it."""
+        if self._clock() - self._since >= LOG_INTERVAL_S:
+            omitted = max(0, self._lines - LOG_LINES)
+            self._since, self._lines = self._clock(), 0
+            if omitted:
+                log.warning("further lines of the HTTP server were not logged", lines=omitted)
+        self._lines += 1
+        if self._lines <= LOG_LINES:
+            log.log(record.levelno, record.getMessage().strip(), exc_info=record.exc_info)
+
+
+def _log_http_server() -> None:
+    logger = logging.getLogger("uvicorn.error")
+    logger.handlers, logger.propagate = [ServerLog()], False
+
+
 def uvicorn_config(config: GatewayConfig, app: Any) -> uvicorn.Config:
     """Return the settings of the HTTP server."""
     return uvicorn.Config(
@@ -168,11 +204,19 @@ def url_of(config: GatewayConfig, listener: socket.socket) -> str:
 
 def _protocol(config: GatewayConfig) -> Any:
     try:
-        from loradock.gateway.server.protocol import bounded_protocol  # noqa: PLC0415 - may be missing
+        from loradock.gateway.server import protocol  # noqa: PLC0415 - may be missing
     except ImportError:
         # h11 is slower, and has bounds.
         return "h11"
-    return bounded_protocol(config.header_bytes_max, HEAD_TIMEOUT_S, UNREAD_TIMEOUT_S)
+    return protocol.bounded_protocol(
+        protocol.Bounds(
+            connections=config.connections_max,
+            head_bytes=config.header_bytes_max,
+            head_s=HEAD_TIMEOUT_S,
+            unread_s=UNREAD_TIMEOUT_S,
+            linger_s=LINGER_S,
+        )
+    )
 
 
 def _loop_runner() -> Callable[[Any], None]:

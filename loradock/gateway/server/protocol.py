@@ -1,8 +1,12 @@
-"""uvicorn's HTTP protocol with bounds on the head of a request, and reports of lost connections."""
+"""uvicorn's HTTP protocol with bounds on connections and heads, and reports of lost connections.
+
+An answer to a request whose body has not arrived is the last of its connection.
+"""
 
 import asyncio
 from typing import Any, ClassVar, Final
 
+from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loradock.gateway.http.endpoint import CONNECTION, Watch
@@ -13,12 +17,28 @@ _REFUSAL: Final = (
 )
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """A connection; `_head_bytes` are those of a head that is not complete yet."""
+_CLOSE: Final = (b"connection", b"close")
 
-    head_bytes_max: ClassVar[int]
-    head_timeout_s: ClassVar[float]
-    unread_timeout_s: ClassVar[float]
+
+class Bounds(Struct, frozen=True, kw_only=True):
+    """Bounds of connections.
+
+    `connections`: their number. `head_bytes`, `head_s`: of the head of a request. `unread_s`: the
+    time in which a client reads nothing of an answer. `linger_s`: the time in which the rest of a
+    body is read after its answer, so that the client can read that.
+    """
+
+    connections: int
+    head_bytes: int
+    head_s: float
+    unread_s: float
+    linger_s: float
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection; `_head_bytes` is the size of a head that is not complete yet."""
+
+    bounds: ClassVar[Bounds]
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -26,13 +46,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._since = self.loop.time()
         self._extensions: dict[str, Any] = {CONNECTION: self}
         self._watch: Watch | None = None
         self._is_lost = False
+        self._is_lingering = False
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first head."""
         super().connection_made(transport)
+        if len(self.connections) > self.bounds.connections and not self._close_an_idle_one():
+            self._refuse(503, b"Service Unavailable")
+            return
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -48,7 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Begin to wait for the client to read; one that never does ends its request."""
         super().pause_writing()
         self._stop_unread_timer()
-        self._unread_timer = self.loop.call_later(self.unread_timeout_s, self.transport.abort)
+        self._unread_timer = self.loop.call_later(self.bounds.unread_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         """Stop waiting for the client."""
@@ -73,7 +98,9 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._head_timer is None:
                 self._start_timer()
         super().data_received(data)
-        if self._in_head and self._head_bytes > self.head_bytes_max:
+        if not self._in_head:
+            self._close_after_early_answer()
+        elif self._head_bytes > self.bounds.head_bytes:
             self._refuse(431, b"Request Header Fields Too Large")
 
     def on_headers_complete(self) -> None:
@@ -87,10 +114,56 @@ class BoundedProtocol(HttpToolsProtocol):
         """Wait for the next head, which may follow at once."""
         self._in_head = True
         super().on_message_complete()
+        if self._is_lingering:
+            self.transport.close()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or for the rest of this one's body."""
+        self._since = self.loop.time()
+        super().on_response_complete()
+        if not self._in_head:
+            self._is_lingering = True
+            # A client that reads to the end does not wait; TLS can't be closed on one side.
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.loop.call_later(self.bounds.linger_s, self.transport.close)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Return whether no request is served or has a complete head."""
+        return self._in_head and (self.cycle is None or self.cycle.response_complete)
+
+    def _close_an_idle_one(self) -> bool:
+        """Close the connection that has waited longest for a request; False if none waits."""
+        others = [
+            one
+            for one in self.connections
+            if isinstance(one, BoundedProtocol) and one is not self and one._is_idle
+        ]
+        if others:
+            min(others, key=lambda one: one._since).transport.close()
+        return bool(others)
+
+    def _close_after_early_answer(self) -> None:
+        """Have an answer that precedes the end of its request's body say that it is the last."""
+        cycle: Any = self.cycle
+        if "send" in vars(cycle):
+            return
+        send = cycle.send
+
+        async def send_last(message: Any) -> None:
+            if message["type"] != "http.response.start" or self._in_head:
+                await send(message)
+                return
+            await send({**message, "headers": [*message["headers"], _CLOSE]})
+            # It would be closed with bytes unread, and the client lose the answer.
+            cycle.keep_alive = True
+
+        cycle.send = send_last
 
     def _start_timer(self) -> None:
         self._head_timer = self.loop.call_later(
-            self.head_timeout_s, self._refuse, 408, b"Request Timeout"
+            self.bounds.head_s, self._refuse, 408, b"Request Timeout"
         )
 
     def _stop_timer(self) -> None:
@@ -110,8 +183,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def bounded_protocol(bytes_max: int, timeout_s: float, unread_s: float) -> type[BoundedProtocol]:
-    """Return the class of connections whose requests begin, and are read, within these bounds.
+def bounded_protocol(of: Bounds) -> type[BoundedProtocol]:
+    """Return the class of connections within these bounds.
 
     uvicorn has no bounds: an endless head would fill the memory, and a client that
     reads nothing would keep its request for ever.
@@ -120,8 +193,6 @@ def bounded_protocol(bytes_max: int, timeout_s: float, unread_s: float) -> type[
     class Configured(BoundedProtocol):
         """A connection with these bounds."""
 
-        head_bytes_max = bytes_max
-        head_timeout_s = timeout_s
-        unread_timeout_s = unread_s
+        bounds = of
 
     return Configured

@@ -1,9 +1,11 @@
 /* The picture of the slots over time: a lane per slot, and one for loads, evictions and failures. */
-const LANE = 24, LABEL = 56, TOP = 18, CHARACTER = 7, SLOTS_MAX = 64;
+const LANE = 24, LABEL = 56, TOP = 18, CHARACTER = 7, SLOTS_MAX = 64, ADAPTERS_MAX = 200;
+const SHADE = { "cpu-cached": .3, pinned: .6, "gpu-slot": 1 };
 const TICKS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 43200, 86400];
 const SPAN_MS_MIN = 2000, SPAN_MS_MAX = 7 * 86400000;
-/* `until_ms` is the right edge: null follows the present. `lit` is an adapter's name. */
-const view = { span_ms: 60000, until_ms: null, lit: null };
+/* `until_ms` is the right edge: null follows the present. `lit` is an adapter's name. `rows`: each
+   adapter has a lane with its tiers, too. */
+const view = { span_ms: 60000, until_ms: null, lit: null, rows: false };
 
 /* The moment that counts as the present: no picture of the past shows what came after it. */
 function now() {
@@ -19,19 +21,22 @@ function drawLanes() {
   const bars = residency.between(since, until);
   const waits = residency.waits.filter(one => one.from_ms < until && (one.to_ms === null || one.to_ms > since));
   const slots = Math.min(SLOTS_MAX, Math.max(device ? device.count_max : 0, ...bars.map(bar => bar.slot + 1)));
-  const rows = [...Array(slots).keys(), "waiting", "events"], height = TOP + LANE * rows.length;
+  const stays = view.rows ? staysBetween(since, until) : [];
+  const names = [...new Set(stays.map(one => one.adapter))].sort().slice(0, ADAPTERS_MAX);
+  const rows = [...Array(slots).keys(), ...(world.status ? ["waiting"] : []), "events", ...names], height = TOP + LANE * rows.length;
   const x = time => LABEL + (width - LABEL) * Math.min(1, Math.max(0, (time - since) / (until - since)));
   set(svg, { viewBox: `0 0 ${width} ${height}`, height });
   svg.classList.toggle("has-lit", view.lit !== null);
   if (!svg.layers) {
-    svg.layers = Object.fromEntries(["lanes", "ticks", "bars", "waits", "marks", "names"].map(name => [name, svg.appendChild(draw("g"))]));
+    svg.layers = Object.fromEntries(["lanes", "ticks", "stays", "bars", "waits", "marks", "names"].map(name => [name, svg.appendChild(draw("g"))]));
   }
   const y = slot => TOP + LANE * slot;
   drawGround(svg.layers.lanes, rows, y, width);
   drawTicks(svg.layers.ticks, x, since, until, height, width);
   drawBars(svg.layers, bars, x, y, until);
+  drawStays(svg.layers.stays, stays, x, name => y(rows.indexOf(name)), until);
   drawWaits(svg.layers.waits, waits, x, y(slots), until);
-  drawMarks(svg.layers.marks, x, y(slots + 1), since, until, height);
+  drawMarks(svg.layers.marks, x, y(rows.indexOf("events")), since, until, height);
   write($("span"), seconds(view.span_ms / 1000));
   set(svg, { "aria-label": describe(bars, slots, since, until) });
 }
@@ -42,10 +47,29 @@ function describe(bars, slots, since, until) {
 function drawGround(layer, rows, y, width) {
   keep(layer, rows, row => row, row => draw("g", {},
     draw("rect", { class: "lane", x: LABEL, height: LANE - 3, rx: 3 }),
-    draw("text", { class: "dim", x: 0 }, typeof row === "number" ? `slot ${row}` : row)), (group, row) => {
+    draw("text", { class: "dim", x: 0 }, labelOf(row))), (group, row) => {
     const top = y(rows.indexOf(row));
     set(group.firstChild, { y: top, width: width - LABEL });
     set(group.lastChild, { y: top + 15 });
+  });
+}
+function labelOf(row) {
+  if (typeof row === "number") return `slot ${row}`;
+  return row.length <= 8 ? row : `${row.slice(0, 7)}…`;
+}
+function staysBetween(since, until) {
+  return [...residency.stays, ...residency.stay.values()].filter(one => one.from_ms < until && (one.to_ms === null || one.to_ms > since));
+}
+function drawStays(layer, stays, x, yOf, until) {
+  const shown = new Map();
+  for (const one of stays) {
+    const y = yOf(one.adapter), left = x(one.from_ms), right = x(one.to_ms === null ? until : one.to_ms);
+    if (y >= TOP) shown.set(right - left < 1 ? `${one.adapter} ${Math.floor(left)}` : `${one.adapter} ${one.from_ms} ${one.tier}`, { ...one, y, left, width: Math.max(1, right - left) });
+  }
+  keep(layer, shown.entries(), ([key]) => key, () => draw("rect", { class: "bar", height: LANE - 9 }), (box, [, one]) => {
+    set(box, { x: one.left.toFixed(1), y: one.y + 3, width: one.width.toFixed(1), fill: hue(one.adapter), "fill-opacity": SHADE[one.tier], "data-adapter": one.adapter });
+    box.classList.toggle("lit", one.adapter === view.lit);
+    box.stay = one;
   });
 }
 function drawTicks(layer, x, since, until, height, width) {
@@ -104,7 +128,8 @@ function drawMarks(layer, x, y, since, until, height) {
   });
 }
 function factsOf(target) {
-  const { bar, mark, wait } = target;
+  const { bar, mark, wait, stay } = target;
+  if (stay) return `${stay.adapter} ${stay.tier} for ${seconds(((stay.to_ms === null ? now() : stay.to_ms) - stay.from_ms) / 1000)}, from ${clock(stay.from_ms)}`;
   if (wait) return `requests wait for ${wait.adapter} since ${clock(wait.from_ms)}${wait.to_ms === null ? "" : `, until ${clock(wait.to_ms)}`}`;
   if (mark) return `${mark.adapter ? `${mark.adapter} ` : ""}${mark.text || ""}, ${clock(mark.time_ms)}`;
   if (!bar) return "";
@@ -165,4 +190,9 @@ function partOf(event) {
   for (const [id, act] of Object.entries({ earlier: keys.ArrowLeft, later: keys.ArrowRight, "zoom-in": keys["+"], "zoom-out": keys["-"] })) {
     $(id).addEventListener("click", act);
   }
+  $("tiers-shown").addEventListener("click", () => {
+    view.rows = !view.rows;
+    set($("tiers-shown"), { "aria-pressed": view.rows });
+    schedule();
+  });
 }

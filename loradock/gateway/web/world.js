@@ -49,9 +49,14 @@ function stateAfter(seq) {
 /* Slots over time: bars and marks as another fold of the events. */
 class Residency {
   /* Waits are in no event: `waits` are those that this page saw. */
-  constructor(waits = []) { this.bars = []; this.marks = []; this.open = new Map(); this.start_ms = null; this.waits = waits; }
+  constructor(waits = []) {
+    this.bars = []; this.marks = []; this.open = new Map(); this.start_ms = null; this.waits = waits;
+    /* Where each adapter was: its tier from one time to another. */
+    this.stays = []; this.stay = new Map();
+  }
   apply({ seq, time_ms, event }) {
     if (this.start_ms === null) this.start_ms = time_ms;
+    if (event.type in TIER_OF) this.move(event.adapter, TIER_OF[event.type], time_ms);
     switch (event.type) {
       case "AdapterActivated": this.begin(event.slot, event.adapter, time_ms, event.duration_ns); break;
       case "AdapterDeactivated": this.end(event.slot, event.adapter, time_ms); break;
@@ -87,6 +92,12 @@ class Residency {
     this.bars.push({ ...bar, to_ms });
   }
   mark(seq, sign, adapter, text, time_ms) { this.marks.push({ seq, sign, adapter, text, time_ms }); }
+  move(adapter, tier, time_ms) {
+    const last = this.stay.get(adapter);
+    if (last) this.stays.push({ ...last, to_ms: time_ms });
+    if (tier) this.stay.set(adapter, { adapter, tier, from_ms: time_ms, to_ms: null });
+    else this.stay.delete(adapter);
+  }
   wait(adapter, isWaiting, time_ms) {
     const open = this.waits.findLast(one => one.adapter === adapter && one.to_ms === null);
     if (open && !isWaiting) open.to_ms = time_ms;
@@ -107,6 +118,11 @@ class Residency {
     return found;
   }
 }
+/* The tier that an adapter is in after an event; empty for none. */
+const TIER_OF = {
+  AdapterCached: "cpu-cached", AdapterUnpinned: "cpu-cached", AdapterPinned: "pinned", AdapterDeactivated: "pinned",
+  AdapterActivated: "gpu-slot", AdapterEvicted: "", AdapterRemoved: "",
+};
 let residency = new Residency();
 function foldAgain() {
   residency = new Residency(residency.waits);

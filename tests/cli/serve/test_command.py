@@ -11,7 +11,7 @@ import pytest
 from loradock.cli.exit_codes import ExitCode
 from loradock.cli.serve import command, supervisor
 from loradock.cli.serve.config import ServeConfig, ServeOptions
-from loradock.controller.core.limits import SLOT_QUANTUM_MS, Limits, limits_to
+from loradock.controller.core.limits import TURN_TOKENS_DEFAULT, Limits, limits_to
 from loradock.controller.server.config import ServerConfig, ServerOptions, Supervision
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.worker.process import configs
@@ -46,8 +46,8 @@ def sample(option: Option) -> str:
         return SAMPLES[option.flag[2:].replace("-", "_")]
     if option.field in SAMPLES:
         return SAMPLES[option.field]
-    if option.choices:
-        return str(next(one for one in reversed(option.choices) if one != option.default))
+    if choices := option.choices or dict(option.names):
+        return str(next(one for one in reversed(choices) if one != option.default))
     if option.kind is bool:
         return ""
     if option.kind is str:
@@ -103,8 +103,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
 def test_serve_starts_with_the_defaults_of_its_processes(started: Started, tmp_path: Path) -> None:
     result = run("serve", "--model", "m", directory=tmp_path)
     assert result.exit_code == 0, result.output
-    # Logs that were written before there were slices of time have none.
-    limits = Limits(slot_quantum_ms=SLOT_QUANTUM_MS)
+    # Logs that were written before there were turns have none.
+    limits = Limits(turn_tokens=TURN_TOKENS_DEFAULT)
     server = ServerConfig(str(tmp_path), limits)
     assert started == [ServeConfig(server, ServeOptions(model="m"))]
 
@@ -240,7 +240,7 @@ def test_serve_prints_its_configuration_as_json_and_exits_like_its_children(
     started: Started, tmp_path: Path
 ) -> None:
     result = run("serve", "--model", "m", "--json", directory=tmp_path)
-    limits = Limits(slot_quantum_ms=SLOT_QUANTUM_MS)
+    limits = Limits(turn_tokens=TURN_TOKENS_DEFAULT)
     assert json.loads(result.stdout)["server"]["limits"] == limits_to(limits)
     for status, exit_code in ((7, ExitCode.LOG), (2, ExitCode.USAGE), (99, ExitCode.FAILURE)):
         started.status = status

@@ -3,7 +3,6 @@
 import pytest
 
 from loradock.controller.core.limits import (
-    RULES_READ,
     Limits,
     LimitsError,
     limits_from,

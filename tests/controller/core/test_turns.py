@@ -1,11 +1,13 @@
 """Adapters take turns in the slots: when each leaves, and what suspended requests do."""
 
+import random
 from collections import Counter
 
 import pytest
 from msgspec.structs import replace
 
-from loradock.messages import commands, requests
+from loradock.controller.core.reconcile import FIRST_TOKEN_SHARE
+from loradock.messages import commands, records, requests
 from loradock.messages.errors import ErrorCode
 from tests.support.simulation.core_bench import NAMES, CoreBench
 from tests.support.simulation.engine_records import Content
@@ -321,6 +323,128 @@ def test_changed_settings_begin_and_end_the_turns() -> None:
     assert suspended(bench) == {first}
     bench.end_generation(second)
     assert bench.in_slots() == {"a"}
+
+
+TOKENS = 16
+_MOVES = (commands.WriteSlot, commands.ResetSlot)
+
+
+def bench_of_tokens(slots: int) -> CoreBench:
+    """Return a deployment with turns of tokens, whose engine ends them when it is told to."""
+    bench = bench_of(slots, slot_quantum_ms=0, turn_tokens=TOKENS)
+    for name in NAMES:
+        bench.request(requests.StageAdapter, name)
+    return bench
+
+
+def request(bench: CoreBench, name: str) -> str:
+    """Request a generation, and end nothing but writes and resets of slots."""
+    request_id = bench.send(records.GenerationRequested, name)
+    end_writes(bench)
+    return request_id
+
+
+def end_writes(bench: CoreBench) -> None:
+    assert bench.engine is not None
+    for _ in range(4):
+        bench.transmit(len(bench.channel))
+        for op in bench.engine.completable():
+            if isinstance(bench.engine.running[op].command, _MOVES):
+                bench.engine.complete(op)
+        bench.deliver(100)
+
+
+def end_turn(bench: CoreBench) -> None:
+    """End the turn that was ordered to first."""
+    assert bench.engine is not None
+    bench.engine.complete(orders(bench)[0].op)
+    bench.deliver(100)
+    end_writes(bench)
+
+
+def orders(bench: CoreBench) -> list[commands.PreemptSlot]:
+    """Return the orders to leave a slot that have not ended."""
+    running = [operation.command for operation in bench.world.operations.values()]
+    return [one for one in running if isinstance(one, commands.PreemptSlot)]
+
+
+def test_an_adapter_is_ordered_to_leave_as_soon_as_another_waits() -> None:
+    """No time passes: the engine counts the tokens of the turn, which the order states."""
+    bench = bench_of_tokens(slots=1)
+    first = request(bench, "a")
+    assert orders(bench) == []
+    request(bench, "b")
+    [order] = orders(bench)
+    # Fewer, because no token was generated of the request that waits.
+    assert (order.slot, order.tokens) == (bench.adapter("a").slot, TOKENS // FIRST_TOKEN_SHARE)
+    assert bench.in_slots() == {"a"}
+    end_turn(bench)
+    assert bench.in_slots() == {"b"}
+    assert first in bench.adapter("a").waiters
+    assert [order.tokens for order in orders(bench)] == [TOKENS]
+
+
+def test_a_generation_that_ends_after_its_turn_is_answered() -> None:
+    """It is computed until another adapter has been copied to its slot."""
+    bench = bench_of_tokens(slots=1)
+    first = request(bench, "a")
+    request(bench, "b")
+    assert bench.engine is not None
+    bench.engine.complete(orders(bench)[0].op)
+    bench.engine.complete(bench.world.pending_requests[first].op)
+    bench.settle()
+    assert isinstance(bench.reply(first), requests.GenerationDone)
+    assert bench.in_slots() == {"b"}
+
+
+def test_every_other_slot_is_for_an_adapter_whose_request_has_no_token() -> None:
+    bench = bench_of_tokens(slots=1)
+    for name in "ab":
+        request(bench, name)
+    end_turn(bench)
+    for name in "cd":
+        request(bench, name)
+    entered = []
+    for _ in range(2):
+        end_turn(bench)
+        entered += bench.in_slots()
+    # `a` is suspended and has waited longest, `c` is the first of the new ones.
+    assert sorted(entered) == ["a", "c"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_request_waits_for_two_turns_of_each_adapter_before_it_at_most(seed: int) -> None:
+    """Requests arrive and generations end at any time, on one to three slots."""
+    chance, waiting = random.Random(seed), {}
+    bench = bench_of_tokens(slots=chance.randint(1, 3))
+    world, longest = bench.world, 0
+    for _ in range(80):
+        running = [one for one in world.pending_requests if is_running(bench, one)]
+        if chance.random() < 0.4:
+            before = len(world.queues.by_tier["device"])
+            request_id = request(bench, chance.choice(NAMES))
+            waiting[request_id] = (before, world.next_generation)
+        elif running and chance.random() < 0.3:
+            bench.engine.complete(world.pending_requests[chance.choice(running)].op)
+            bench.deliver(100)
+            end_writes(bench)
+        elif orders(bench):
+            end_turn(bench)
+        for request_id, (before, entered) in tuple(waiting.items()):
+            pending = world.pending_requests.get(request_id)
+            if pending is not None and not pending.op:
+                turns = world.next_generation - entered
+                longest = max(longest, turns)
+                assert turns <= 2 * (before + 1) + 1
+            else:
+                del waiting[request_id]
+    assert longest
+
+
+def is_running(bench: CoreBench, request_id: str) -> bool:
+    """Return whether the engine may end a generation."""
+    op = bench.world.pending_requests[request_id].op
+    return bool(op) and bench.engine is not None and op in bench.engine.completable()
 
 
 def change(bench: CoreBench, quantum_ms: int) -> None:

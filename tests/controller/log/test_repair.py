@@ -62,22 +62,20 @@ def test_corruption_in_the_middle(directory: Path) -> None:
     with_flip = contents(directory)
     plan = repair_plan(directory)
     assert plan is not None
-    assert (plan.file, plan.later_files) == (corrupt, tuple(later))
-    assert plan.offset <= 600
-    assert plan.lost_records == COUNT - plan.seq
-    assert (
-        plan.lost_bytes == sum(len(before[path.name]) for path in (corrupt, *later)) - plan.offset
-    )
+    assert (plan.written, plan.put_aside) == ((corrupt,), (corrupt, *later))
+    assert (plan.seen_until, plan.is_end_known, plan.snapshot) == (COUNT, False, None)
+    assert "on are lost; the last that the files show is 60" in plan.loss
     assert contents(directory) == with_flip, "a plan changes nothing"
 
     assert repair(directory) == plan
     after = contents(directory)
-    assert after.pop(corrupt.name) == with_flip[corrupt.name][: plan.offset]
-    assert after.pop(f"{corrupt.name}.0.corrupt") == with_flip[corrupt.name]
-    for path in later:
+    cut = after.pop(corrupt.name)
+    assert with_flip[corrupt.name].startswith(cut)
+    assert len(cut) <= 600
+    for path in (corrupt, *later):
         assert after.pop(f"{path.name}.0.corrupt") == with_flip[path.name]
     assert after == {path.name: before[path.name] for path in files(directory)[:2]}
-    assert_continues(directory, plan.seq - 1)
+    assert_continues(directory, plan.next_seq - 1)
 
 
 def test_a_missing_segment(directory: Path) -> None:
@@ -85,8 +83,7 @@ def test_a_missing_segment(directory: Path) -> None:
     lost.unlink()
     plan = repair(directory)
     assert plan is not None
-    assert (plan.file, plan.offset, plan.later_files) == (later[0], 0, tuple(later[1:]))
-    assert plan.lost_records == COUNT + 1 - int(later[0].stem)
+    assert (plan.written, plan.put_aside, plan.seen_until) == ((), tuple(later), COUNT)
     assert files(directory) == files(directory)[:2]
     assert_continues(directory, int(lost.stem) - 1)
 
@@ -95,7 +92,7 @@ def test_a_corrupt_beginning_leaves_an_empty_log(directory: Path) -> None:
     flip(files(directory)[0], 50)
     plan = repair(directory)
     assert plan is not None
-    assert (plan.seq, plan.lost_records) == (1, COUNT)
+    assert (plan.next_seq, plan.seen_until) == (1, COUNT)
     assert files(directory) == []
     assert_continues(directory, 0)
 
@@ -116,53 +113,34 @@ def test_a_log_in_use_is_not_repaired(directory: Path) -> None:
         repair(directory)
 
 
-def test_a_cut_renames_the_snapshots_that_contain_lost_records(directory: Path) -> None:
-    flip(files(directory)[2], 600)
-    plan = repair_plan(directory)
-    assert plan is not None
-    snapshots = [directory / f"{seq:020}.snap" for seq in (plan.seq - 1, plan.seq, plan.seq + 9)]
-    for path in snapshots:
-        path.write_bytes(b"a snapshot")
-    assert repair(directory) is not None
-    assert [path.exists() for path in snapshots] == [True, False, False]
-    assert (directory / f"{snapshots[1].name}.0.corrupt").read_bytes() == b"a snapshot"
-
-
-@pytest.mark.parametrize("corrupt", [0, 2])
-def test_corrupt_segments_that_no_restart_needs_are_renamed_and_nothing_is_cut(
-    tmp_path: Path, corrupt: int
+def test_after_corruption_before_a_snapshot_the_log_begins_with_the_snapshot(
+    tmp_path: Path,
 ) -> None:
+    """Here in the segment of the snapshot: its later records are written again."""
     directory = tmp_path / "log"
     seq = len(write_history(directory))
-    make_snapshot(directory, SnapshotOrder(seq, Retention("keep")))
+    make_snapshot(directory, SnapshotOrder(seq - 9, Retention("keep")))
     digest, segments = replay(directory).digest, files(directory)
-    flip(segments[corrupt], 600)
+    snapshot = directory / f"{seq - 9:020}.snap"
+    holder = [path for path in segments if int(path.stem) <= seq - 9][-1]
+    flip(holder, 150)
     before = contents(directory)
     plan = repair(directory)
     assert plan is not None
-    assert (plan.snapshot, plan.lost_bytes) == (directory / f"{seq:020}.snap", 0)
-    assert plan.unneeded_files == tuple(segments[: corrupt + 1])
-    assert sorted(contents(directory).values()) == sorted(before.values())
-    assert files(directory) == segments[corrupt + 1 :]
+    assert (plan.snapshot, plan.loss) == (snapshot, "no record is lost")
+    assert plan.put_aside == tuple(segments)
+    after = contents(directory)
+    assert {f"{name}.0.corrupt": data for name, data in before.items()}.items() <= after.items()
+    assert verify(directory)[:2] == (len(plan.written), 9)
     assert verify(directory).corruption is None
-    assert replay(directory).digest == digest
-
-
-def test_a_corrupt_segment_after_the_last_snapshot_is_cut(tmp_path: Path) -> None:
-    directory = tmp_path / "log"
-    write_history(directory)
-    make_snapshot(directory, SnapshotOrder(10, Retention("keep")))
-    flip(files(directory)[2], 600)
-    plan = repair(directory)
-    assert plan is not None
-    assert (plan.snapshot, bool(plan.lost_bytes)) == (None, True)
+    assert replay(directory, checked=True).digest == digest
 
 
 def test_without_space_nothing_is_changed() -> None:
     storage, path = memory_log()
     storage.flip(path, 600)
     before = storage.read(path)
-    storage.faults.bytes_max = 2 * len(before) - 1
+    storage.faults.bytes_max = len(before) + 100
     with pytest.raises(LogFull, match="make space"):
         repair(path.parent, storage)
     assert storage.read(path) == before

@@ -15,6 +15,7 @@ from loradock.controller.log.format import (
     LogForeign,
     frame_header,
     frame_records,
+    whole_frame,
     whole_frames,
 )
 from loradock.controller.log.segments import read, segments, verify
@@ -113,37 +114,34 @@ def test_a_format_that_is_not_known_is_refused(tmp_path: Path) -> None:
 def test_the_last_segment_cut_at_any_byte_continues_after_its_longest_whole_prefix(
     tmp_path: Path,
 ) -> None:
-    """Also in its header: then the log continues after the segment before it."""
+    """After its header: that is durable before the file has its name. What is cut is kept."""
     records = make_records(COUNT)
     write(tmp_path / "whole", records, segment_bytes_max=1000)
     last = files(tmp_path / "whole")[-1]
     data, first_seq = last.read_bytes(), seq_of(last)
+    header = whole_frame(data, 0)
+    assert header is not None
     previous = first_seq - 1
     for cut in range(len(data) + 1):
         last.write_bytes(data[:cut])
+        if cut < header.end:
+            with pytest.raises(LogCorrupt, match="header is incomplete"):
+                Log.open(tmp_path / "whole", HEADER)
+            assert last.read_bytes() == data[:cut]
+            continue
         whole = numbers(tmp_path / "whole")
         assert len(whole) >= previous
         with Log.open(tmp_path / "whole", HEADER) as log:
             assert log.next_seq == len(whole) + 1
-            assert log.recovered.cut_from == (last if log.recovered.cut_bytes else None)
-            kept = last.stat().st_size if cut - log.recovered.cut_bytes else 0
-            assert log.recovered.cut_bytes == cut - kept
+            _, _, cut_bytes, cut_from, kept_in = log.recovered
+            assert cut_from == (last if cut_bytes else None)
+            assert last.stat().st_size == cut - cut_bytes
+            assert (kept_in.read_bytes() if kept_in else b"") == data[cut - cut_bytes : cut]
             log.append(make_records(2, 500), epoch=1)
         found = [record for _, _, record in read(tmp_path / "whole")]
         assert found == records[: len(whole)] + make_records(2, 500)
         previous = len(whole)
     assert previous == COUNT
-
-
-def test_the_only_segment_cut_at_any_byte_of_its_header_is_replaced(tmp_path: Path) -> None:
-    write(tmp_path, make_records(1))
-    (file,) = files(tmp_path)
-    data = file.read_bytes()
-    for cut in range(100):
-        file.write_bytes(data[:cut])
-        with Log.open(tmp_path, HEADER) as log:
-            assert log.next_seq == 1
-        assert verify(tmp_path).corruption is None
 
 
 def test_a_flip_of_any_bit_is_corruption_before_the_last_record_and_else_a_torn_tail(
@@ -278,25 +276,6 @@ def test_corruption_is_named_by_file_offset_and_seq(
     assert corruption_in(directory) == (file.name, offset, seq)
 
 
-def test_a_first_segment_without_a_header_can_not_be_continued(directory: Path) -> None:
-    *dropped, last = files(directory)
-    for file in dropped:
-        file.unlink()
-    os.truncate(last, 30)
-    assert corruption_in(directory) == (last.name, 0, seq_of(last))
-    with pytest.raises(LogCorrupt, match="no segment before it"):
-        Log.open(directory, HEADER)
-
-
-def test_opening_stops_at_a_torn_segment_before_an_empty_one(directory: Path) -> None:
-    *_, before, last = files(directory)
-    os.truncate(before, before.stat().st_size - 1)
-    os.truncate(last, 0)
-    with pytest.raises(LogCorrupt, match="a later segment exists") as caught:
-        Log.open(directory, HEADER)
-    assert caught.value.file == before
-
-
 def test_opening_stops_at_corruption_in_the_last_segment(directory: Path) -> None:
     flip(files(directory)[-1], 200)
     before = {path: path.read_bytes() for path in directory.iterdir()}
@@ -313,7 +292,9 @@ def test_a_tail_that_is_not_a_record_is_cut_and_reported(directory: Path, tail: 
     assert verify(directory)[1:] == (COUNT, 1, COUNT, len(tail), None)
     assert numbers(directory)[-1] == COUNT
     with Log.open(directory, HEADER) as log:
-        assert log.recovered == (COUNT + 1, 1, len(tail), last)
+        kept_in = last.with_name(f"{last.name}.0.cut")
+        assert log.recovered == (COUNT + 1, 1, len(tail), last, kept_in)
+        assert kept_in.read_bytes() == tail
     assert verify(directory).torn_bytes == 0
 
 

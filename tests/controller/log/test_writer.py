@@ -174,14 +174,32 @@ def test_a_full_disk_refuses_a_group_whole(
             log.append(records[5:10], epoch=2)
         assert caught.value.code is ErrorCode.LOG_UNAVAILABLE
         assert next(tmp_path.glob("*.log")).read_bytes() == before
-        assert disk.calls[-2:] == ["ftruncate", "fdatasync"]
+        # A write that wrote nothing needs no cut, which a read-only file system would refuse.
+        assert ("ftruncate" in disk.calls) == bool(room)
+        assert disk.calls[-2:] == ["ftruncate", "fdatasync"] or not room
         disk.errors.clear()
         assert log.append(records[10:], epoch=2) == 15
     assert records_in(tmp_path) == records[:5] + records[10:]
     assert verify(tmp_path) == (1, 15, 1, 15, 0, None)
 
 
-@pytest.mark.parametrize("fails", ["write", "open", "fsync", "rename"])
+@pytest.mark.parametrize("bytes_max", [1, 1 << 20])
+def test_a_file_system_that_was_made_read_only_refuses_groups_until_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_max: int
+) -> None:
+    records, changes = make_records(12), ("write", "open", "ftruncate", "fdatasync", "rename")
+    with Log.open(tmp_path, HEADER, segment_bytes_max=bytes_max) as log:
+        log.append(records[:4], epoch=1)
+        disk = write_with(FailingDisk(**dict.fromkeys(changes, errno.EROFS)), monkeypatch)
+        for _ in range(2):
+            with pytest.raises(LogFull, match="Read-only file system"):
+                log.append(records[4:8], epoch=1)
+        disk.errors.clear()
+        assert log.append(records[8:], epoch=1) == 8
+    assert records_in(tmp_path) == records[:4] + records[8:]
+
+
+@pytest.mark.parametrize("fails", ["write", "open", "fdatasync", "rename"])
 def test_a_disk_that_is_full_at_the_end_of_a_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:

@@ -85,7 +85,7 @@ def test_without_syncs_a_lost_end_is_not_corruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any
 ) -> None:
     rng = Random(fresh_seed())
-    for at in range(1, 60):
+    for at in range(1, 100):
         directory = tmp_path / str(at)
         disk = CrashingDisk(at, "before")
         with monkeypatch.context() as patch:

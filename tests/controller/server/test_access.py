@@ -154,6 +154,34 @@ def test_a_limited_key_loads_from_its_own_directories(
         assert access.refusal("admin", message) is None
 
 
+@pytest.mark.parametrize(
+    ("path", "known", "confined"),
+    [
+        ("", "", "acme-1/."), ("acme-1", "", "acme-1/."), ("acme-1/v2", "", "acme-1/./v2"),
+        ("acme-1/a/./b", "", "acme-1/./a/b"), ("", "acme-1/./v2", ""),
+        ("acme-1/v2", "acme-1/v2", "acme-1/v2"), ("acme-1/v3", "acme-1/v2", "acme-1/./v3"),
+    ],
+)  # fmt: skip
+def test_links_of_a_limited_key_stay_in_its_own_directory(
+    access: Access, path: str, known: str, confined: str
+) -> None:
+    for kind in LOADING:
+        message = kind("r", "acme-1", path)
+        assert access.confined("acme", message, known) == kind("r", "acme-1", confined)
+        assert access.confined("admin", message, known) is message
+
+
+def test_a_limited_key_is_told_no_path_of_the_server(access: Access) -> None:
+    text = "no directory 'acme-1/x' below the adapter root /srv/a; loaded from '/srv/a/acme-1'"
+    hidden = (
+        "no directory 'acme-1/x' below the adapter root (a directory of the server); "
+        "loaded from '(a directory of the server)'"
+    )
+    refused = rq.Refused("r", ErrorCode.NOT_FOUND, text, details=(text,))
+    assert access.shown("acme", refused) == rq.Refused("r", refused.code, hidden, details=(hidden,))
+    assert access.shown("admin", refused) is refused
+
+
 def test_a_limited_key_fetches_only_its_own_events(access: Access) -> None:
     core = CoreBench()
     published = [

@@ -12,7 +12,7 @@ from loradock.controller.server.sessions import LOG_RETRY_MS
 from loradock.messages import records
 from loradock.messages import requests as rq
 from loradock.messages.commands import StartGeneration, StopGeneration
-from loradock.messages.control import CancelRequest
+from loradock.messages.control import CancelRequest, StopServer
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import MultimodalPrompt, Sampling
 from loradock.messages.views import PoolingTask
@@ -121,6 +121,20 @@ def test_images_are_sent_to_the_engine_and_count_as_prompts(
     assert bench.receive(generate("r-2", prompt)) is not None
     assert bench.receive(generate("r-3", prompt)) is None
     assert bench.start("r-1").prompt == bench.start("r-2").prompt == prompt
+
+
+@pytest.mark.parametrize(("epoch", "is_executed"), [(0, True), (1, False), (2, True), (3, True)])
+def test_nothing_of_a_frame_to_an_earlier_start_is_executed(
+    bench: SessionBench, epoch: int, is_executed: bool
+) -> None:
+    """Epoch 0 is of clients that do not follow epochs: their frames are executed at any time."""
+    bench.handle(records.ControllerStarted(2))
+    batch = (rq.LoadAdapter("r-1", "a"), rq.ListAdapters("r-2"), StopServer("r-3"))
+    bench.sessions.receive(b"c", REQUESTS.encode(batch, epoch, token=TOKEN))
+    assert len(bench.sessions.take_group()) == is_executed
+    bench.queries.answer()
+    answered = {reply.request_id for _, reply in bench.take_sent()}
+    assert answered == ({"r-2", "r-3"} if is_executed else {""})
 
 
 OTHER = b"o" * TOKEN_BYTES

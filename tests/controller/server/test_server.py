@@ -181,7 +181,8 @@ def test_a_torn_tail_is_cut_and_reported(directory: Path) -> None:
         file.write(segment.read_bytes()[-30:-3])
     with controller(directory) as process, RawClient(directory) as client:
         assert client.status().seq == before.last_seq + 1
-        assert "a torn tail was cut" in process.output()
+        assert "an unfinished record was cut" in process.output()
+        assert f"kept_in={segment}.0.cut" in process.output()
         assert "bytes=27" in process.output()
     assert verify(directory / "log").torn_bytes == 0
 

@@ -10,17 +10,23 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 from loradock.client import AsyncClient
-from loradock.client.calls import Timing
-from loradock.controller.log.replay import replay
-from loradock.controller.log.segments import verify
-from loradock.messages.requests import StatusShown
-from tests.support.parallel.processes import ADAPTERS, ROOT, ControllerProcess, controller, engine
+from loradock.client.calls import NO_ID, ClientCall, Timing
+from loradock.client.session import Session
+from loradock.messages.errors import UnknownAdapter
+from loradock.messages.requests import (
+    PrefetchAdapter,
+    ReleaseAdapter,
+    Request,
+    ShowStatus,
+    StatusShown,
+)
+from tests.support.parallel.processes import ADAPTERS, ControllerProcess, controller, engine
+from tests.support.parallel.replays import assert_replays_equal
 from tests.support.parallel.stepped_controller import SteppedClock
+from tests.support.simulation.shell_examples import RawClient, logged
 from tests.support.waiting import HANG_S
 
 DISTURBANCES = int(os.environ.get("LORADOCK_DISTURBANCES", "300"))
@@ -143,33 +149,50 @@ def test_disturbances_lose_no_request_and_repeat_none(tmp_path: Path) -> None:
     assert load.acknowledged >= DISTURBANCES
     assert status.epoch
     assert DISTURBANCES < 30 or min(disturbances.counts.values()) > 0
-    _assert_replays_equal(directory, status)
+    assert_replays_equal(directory, status)
 
 
-def _assert_replays_equal(directory: Path, status: StatusShown) -> None:
-    verdict = verify(directory / "log")
-    assert verdict.corruption is None
-    # After the newest snapshot there may be no recorded digest to compare with.
-    result = replay(directory / "log", until=status.seq, from_start=True)
-    assert result.divergence is None
-    assert result.digests_compared > 0
-    assert result.digest == status.digest
-    assert _replay_elsewhere(directory, status.seq) == status.digest
+KILLS = 10
 
 
-def _replay_elsewhere(directory: Path, until: int) -> str:
-    """Return what another process with another hash seed computes from the newest snapshot."""
-    code = (
-        "import sys; from pathlib import Path; from loradock.controller.log.replay import replay; "
-        "print(replay(Path(sys.argv[1]), int(sys.argv[2])).digest)"
-    )
-    environment = os.environ | {"PYTHONHASHSEED": "4711"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(directory / "log"), str(until)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
+def test_a_copy_of_a_refused_frame_is_never_executed(tmp_path: Path) -> None:
+    """It arrives after a kill, at a controller that would not refuse it; a refusal is in no log."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    copies: list[bytes] = []
+    refused: dict[str, ClientCall] = {}
+    with controller(directory) as process, RawClient(directory) as raw:
+        session = Session(raw.token, Timing())
+        for number in range(KILLS):
+            name = f"adapter-{number}"
+            call, sent = _settle(session, raw, ReleaseAdapter(NO_ID, name))
+            assert isinstance(call.outcome, UnknownAdapter)
+            copies += sent
+            refused[call.request_id] = call
+            process.kill()
+            process.start()
+            _settle(session, raw, PrefetchAdapter(NO_ID, name, "", "cpu-cached"))
+            for copy in copies:
+                raw.send(copy)
+            replies = raw.replies_until(ShowStatus(raw.new_id()))
+            assert not refused.keys() & {reply.request_id for reply in replies}
+        assert process.stop() == 0
+    done = logged(directory)
+    assert sum(isinstance(message, PrefetchAdapter) for message in done) == KILLS
+    assert not any(isinstance(message, ReleaseAdapter) for message in done)
+    print(f"{len(copies)} copies of {KILLS} refused requests were sent, and none was executed")
+
+
+def _settle(session: Session, raw: RawClient, request: Request) -> tuple[ClientCall, list[bytes]]:
+    """Return a call with its answer, and the frames that were sent for it."""
+    now, sent = 0.0, []
+    call = session.begin(request, now, HANG_S)
+    while not call.settled:
+        for frame in session.due(now):
+            raw.send(frame)
+            sent.append(frame)
+        if raw.socket.poll(50):
+            session.receive(raw.receive(), now)
+        else:
+            now += 0.05
+    return call, sent

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loradock.engine.adapters import LoadedAdapter, read_adapter
-from loradock.engine.adapters.file_names import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.directory import CONFIG_NAME, WEIGHTS_NAME
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import AdapterNotFound, Conflict, PathNotAllowed
 from loradock.processes import safe_open
@@ -187,3 +187,28 @@ def test_a_mount_that_is_updated_while_it_is_read_is_a_conflict(root: Path) -> N
         read_at(path, root)
     after = read_at(path, root)
     assert after.fingerprint == read_at(f"{path}/..2026_02", root).fingerprint
+
+
+def tenants(root: Path) -> None:
+    """Two tenants' directories; the first has links to its other version and to the second's."""
+    for tenant in ("acme", "globex"):
+        shutil.copytree(root / "inside", root / tenant / "v1")
+    link(root / "acme" / "v2", "v1")
+    link(root / "acme" / "stolen", "../globex/v1")
+    shutil.copytree(root / "inside", root / "acme" / "v3")
+    (root / "acme" / "v3" / WEIGHTS_NAME).unlink()
+    link(root / "acme" / "v3" / WEIGHTS_NAME, root / "globex" / "v1" / WEIGHTS_NAME)
+    link(root / "operators", "acme")
+
+
+def test_links_after_a_mark_stay_in_the_directory_before_it(root: Path) -> None:
+    tenants(root)
+    for path in ("acme/stolen", "acme/v3"):
+        read_at(path, root)
+        for marked in (path.replace("/", "/./"), f"{root}/{path.replace('/', '/./')}"):
+            with pytest.raises(PathNotAllowed, match="is a link out of 'acme'"):
+                read_at(marked, root)
+    for path in ("acme/./v1", "acme/./v2", "operators/./v2", "acme/v1/.", "inside/."):
+        read_at(path, root)
+    with pytest.raises(PathNotAllowed, match="is a link out of 'acme/v3'"):
+        read_at("acme/v3/.", root)

@@ -152,7 +152,7 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 
 @needs_triton
 @given(case=cases(), processors=st.sampled_from([1, 8]))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_random_tables_have_the_output_of_the_reference(case: Case, processors: int) -> None:
     """In parts or whole: more processors divide the tokens into more parts."""
     expected = case.run(attend_reference)
@@ -187,7 +187,7 @@ def test_invariant_rows_have_the_same_bits_in_every_batch(
 
 
 @given(case=cases())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_reference_is_pytorchs_function_over_gathered_blocks(case: Case) -> None:
     query, keys, values, blocks, options = case
     if options.sinks is not None or options.softcap:

@@ -17,10 +17,11 @@ from loradock.engine.kernels.reference.attention import attend_reference
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.parallel import SINGLE
 from loradock.engine.punica import PunicaWrapper
-from loradock.engine.serving import startup
+from loradock.engine.serving.budget import StepBudget
 from loradock.engine.serving.decoding import CapturedDecode, DecodeStep, GraphRunner
-from loradock.engine.serving.forward import PackedModel, StepBudget
+from loradock.engine.serving.forward import PackedModel
 from loradock.engine.serving.scheduler import choose_scheduler
 from loradock.engine.serving.startup import (
     STEP_S_CPU,
@@ -75,7 +76,7 @@ def capture(
     mapper.map(1, 1)
     packed.allocate()
     with structlog.testing.capture_logs() as logs:
-        captured = captured_or_none(packed, runner, mapper, StepBudget(64, chunks=True))
+        captured = captured_or_none(packed, runner, mapper, StepBudget(64, SINGLE))
     reasons = [log["reason"] for log in logs if log["event"] == "decode steps are not captured"]
     assert list(model.refusals[-1:]) == [f"decode steps are not captured: {r}" for r in reasons]
     return captured, "".join(reasons)
@@ -205,28 +206,32 @@ def test_a_kernel_attends_if_its_logits_are_the_models_own(
     assert any(reason in one for one in model.refusals) == bool(reason)
 
 
-MEASURED_TOKENS = 64
-
-
 @pytest.fixture
 def model(engine_config: EngineConfig, lora_config: LoRAConfig) -> CausalModel:
     """A model of its own, which no engine has bound, so that its forward needs no mapping."""
     return load_model(engine_config, lora_config)
 
 
-@pytest.mark.parametrize("durations", [(9.0, 0.1, 0.7, 0.4), (9.0, 0.4, 0.7, 0.1)])
+@pytest.mark.parametrize("durations", [(3.0, 0.02, 0.7, 0.4), (3.0, 0.4, 0.7, 0.02)])
 def test_a_prefill_that_others_slow_down_does_not_lower_the_budget(
     durations: Sequence[float],
     model: CausalModel,
     engine_config: EngineConfig,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    readings = iter([reading for duration in durations for reading in (0.0, duration)])
-    clock = SimpleNamespace(perf_counter=lambda: next(readings))
-    monkeypatch.setattr(startup, "time", clock)
+    """The fastest of each of two sizes counts, without what a step of any size takes."""
+    scaled = (*durations, durations[0], *(5 * duration for duration in durations[1:]))
+    readings = [reading for duration in scaled for reading in (0.0, duration / 10)]
     mapper = SimpleNamespace(map=lambda *_: None)
-    budget = choose_budget(model, mapper, engine_config, is_packed=True)  # type: ignore[arg-type]
-    assert budget.tokens == int(MEASURED_TOKENS * STEP_S_CPU / min(durations))
+    budget = choose_budget(
+        model,
+        mapper,  # type: ignore[arg-type]
+        engine_config,
+        is_packed=True,
+        clock=iter(readings).__next__,
+    )
+    each_s = (0.01 - 0.002) / (128 - 16)
+    step_s = 0.002 - 16 * each_s
+    assert budget.tokens == pytest.approx((STEP_S_CPU - step_s) / each_s, abs=1)
 
 
 def test_prompts_are_divided_only_if_no_rank_sees_a_difference(

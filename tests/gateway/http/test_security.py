@@ -106,10 +106,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         *((host, 200) for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000")),
         *((host, 200) for host in ("[::1]", "proxy.example", "proxy.example.:443", "")),
         *((host, 403) for host in ("evil.example", "evil.example:8000", "localhost.evil.example")),
-        *(
-            (host, 403)
-            for host in ("127.0.0.2", "[::2]:8000", "x" * 5000, "evil.example:localhost")
-        ),
+        *((host, 403) for host in ("127.0.0.2", "[::2]:8000", "x" * 5000)),
     ],
 )
 def test_without_keys_a_request_has_to_name_this_host(

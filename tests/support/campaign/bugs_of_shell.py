@@ -12,6 +12,7 @@ from loradock.controller.server.event_stream import EventStream
 from loradock.controller.server.inputs import LogicalClock
 from loradock.controller.server.supervision import EngineSupervision
 from loradock.engine.worker.controller_link import ControllerLink, SeenOperations
+from loradock.messages import wire
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
 
@@ -43,6 +44,11 @@ def epoch_used_twice() -> Replacement:
         return 1_700_000_000 if largest > 1_000_000_000 else largest
 
     return server_module, "max", first_start
+
+
+@bug
+def frames_to_earlier_starts_executed() -> Replacement:
+    return wire, "_EPOCH", slice(0)
 
 
 @bug

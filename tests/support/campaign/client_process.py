@@ -31,7 +31,7 @@ class ClientProcess:
         name: str,
         to_controller: Link,
         on_begun: Callable[[str, requests.Request], None],
-        on_settled: Callable[[ClientCall], None],
+        on_settled: Callable[[str, ClientCall], None],
     ) -> None:
         token = hashlib.blake2b(name.encode(), digest_size=TOKEN_BYTES).digest()
         self.scope = client_name(token, "")
@@ -77,7 +77,7 @@ class ClientProcess:
             settled = [call for call in self.calls if call.settled]
             self.calls = [call for call in self.calls if not call.settled]
             for call in settled:
-                self._on_settled(call)
+                self._on_settled(self.scope, call)
         wake_at = self.session.wake_at()
         if wake_at < float("inf"):
             # Rounded up, so that the call is due then.

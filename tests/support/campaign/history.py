@@ -11,7 +11,7 @@ import msgspec
 from loradock.client.calls import ClientCall
 from loradock.controller.core.world import World
 from loradock.messages import events, requests
-from loradock.messages.errors import ErrorCode
+from loradock.messages.errors import EngineGone, ErrorCode
 from loradock.messages.events import Published
 from loradock.messages.ids import scoped, unscoped
 from loradock.messages.wire import EVENTS, REPLIES
@@ -60,6 +60,8 @@ class History:
         """The name of the client on each connection."""
         # Contents that each name may have, by their fingerprints.
         self.fingerprints: dict[str, set[str]] = {}
+        # Requests whose clients know that they were refused.
+        self._refused: set[str] = set()
         self._answered_in: dict[str, int] = {}
         self._begun_ns: dict[str, int] = {}
         # When each pending request was first seen since the controller last had a pause.
@@ -84,6 +86,8 @@ class History:
         request = self.requests.get(request_id)
         assert request is not None, f"an answer to no request of this client: {reply}"
         first = self.answers.get(request_id)
+        is_refused = isinstance(reply, requests.Refused)
+        assert is_refused or request_id not in self._refused, f"it was refused: {reply}"
         if first is None or self._may_change(request_id, first, epoch):
             self.answers[request_id] = reply
             self._answered_in[request_id] = epoch
@@ -105,6 +109,7 @@ class History:
         since = self._pending_since
         for request_id, pending in world.pending_requests.items():
             if not pending.answered:
+                assert request_id not in self._refused, f"{request_id} was refused: {pending}"
                 waited = MACHINE.now_ns - since.setdefault(request_id, MACHINE.now_ns)
                 assert waited <= _WAIT_NS_MAX, f"{request_id} is unanswered: {pending}"
 
@@ -131,10 +136,13 @@ class History:
 
     # Observations of clients.
 
-    def on_settled(self, call: ClientCall) -> None:
+    def on_settled(self, scope: str, call: ClientCall) -> None:
         """Check the output of a call against the contents that its adapter has had."""
         request, outcome = call.request, call.outcome
         if not is_success(call):
+            # A call without an answer ends with the same error as one that waited for an engine.
+            if not isinstance(request, requests.Query) and not isinstance(outcome, EngineGone):
+                self._refused.add(scoped(scope, call.request_id))
             return
         if isinstance(request, requests.Generate) and isinstance(outcome, requests.GenerationDone):
             if outcome.output_tokens == OUTPUT_TOKENS:

@@ -33,6 +33,7 @@ KNOWN_SEEDS: Final = {
     "engine_never_restarted": 181,
     "failed_input_not_undone": 54,
     "failed_sync_ignored": 32,
+    "frames_to_earlier_starts_executed": 189,
     "full_disk_ignored": 110,
     "hold_ignored": 66,
     "lost_adapters_kept": 19,

@@ -312,10 +312,13 @@ class Simulation:
 
         def to_controller(frame: bytes) -> None:
             transport = self.controller.transport
-            if transport is not None:
-                self.scheduler.note("request", frame)
-                transport.requests.append((route, "", frame))
-                self.controller.wakeup.request(0)
+            if transport is None:
+                # It waits in the client's socket for the next connection.
+                self.scheduler.after(RESTART_NS, lambda: to_controller(frame))
+                return
+            self.scheduler.note("request", frame)
+            transport.requests.append((route, "", frame))
+            self.controller.wakeup.request(0)
 
         def to_client(frame: bytes) -> None:
             client.receive(frame)
@@ -330,8 +333,8 @@ class Simulation:
         self.clients.append(client)
         return client
 
-    def _on_settled(self, call: ClientCall) -> None:
-        self.history.on_settled(call)
+    def _on_settled(self, scope: str, call: ClientCall) -> None:
+        self.history.on_settled(scope, call)
         if self.subscriber is not None and isinstance(call.request, requests.FetchEvents):
             self.subscriber.advance()
 
@@ -373,4 +376,5 @@ def random_limits(rng: random.Random) -> Limits:
         retry_backoff_ms=50,
         digest_interval=rng.choice((1, 8)),
         slot_quantum_ms=int(host_bytes in TURNS_AT_BYTES),
+        turn_tokens=8 * int(host_bytes in TURNS_AT_BYTES and on_host % 2),
     )

@@ -63,7 +63,7 @@ skipping: Final = _Skipping()
 
 @contextmanager
 def skipped_kernels(runs: Iterable[str] = ()) -> Iterator[None]:
-    """Count launches of Triton kernels in the block, and don't run them: outputs are zeros.
+    """Count the launches of Triton kernels, and don't run them: new memory is filled with zeros.
 
     runs: the kernels that are run.
     """
@@ -132,7 +132,8 @@ def unwrap(value: Any) -> Any:
 
 
 def _is_host(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, SimulatedTensor)
+    is_simulated = isinstance(value, SimulatedTensor)
+    return isinstance(value, Tensor) and not is_simulated and value.device.type == "cpu"
 
 
 class _Operation:
@@ -325,7 +326,7 @@ def _refuse_mixed(operation: _Operation) -> None:
     mixed = [tensor for tensor in operation.hosted if tensor.dim() > 0]
     if operation.packet in _INDEXING:
         mixed = _check_indices(operation, mixed)
-    if mixed:
+    if mixed and operation.simulated:
         RECORD.error("tensors on two devices", operation.name)
         raise RuntimeError(
             f"Expected all tensors to be on the same device: {operation.name} has "

@@ -15,12 +15,12 @@ from typing import Any, Final
 import zmq
 
 from loradock import Client
-from loradock.controller.server.transport import endpoint
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.models.loading import load_model
 from loradock.engine.worker.engine import Engine
 from loradock.engine.worker.process import connect
 from loradock.engine.worker.worker import Wakeup, Worker
+from loradock.messages.addresses import endpoint
 from loradock.messages.commands import StartGeneration
 from loradock.messages.ids import BASE_MODEL
 from loradock.messages.requests import TokensStreamed
@@ -143,7 +143,7 @@ def stepped(directory: Path) -> Iterator[SteppedWorker]:
     """Serve the tiny model: the controller is a process, the worker runs on a thread."""
     roots = (TINY / "adapters",)
     config = EngineConfig(TINY / "model", roots, device_bytes_max=LIMITS.device_bytes_max)
-    lora = LoRAConfig(max_lora_rank=64, max_loras=LIMITS.slots_max)
+    lora = LoRAConfig(max_lora_rank=64, max_loras=LIMITS.max_loras)
     wakeup = Wakeup()
     engine = SteppedEngine(Engine(load_model(config, lora), config, lora, "e" * 32, wakeup.wake))
     keys = engine_keys(directory)

@@ -31,6 +31,7 @@ _ON_DEVICE = (
     commands.PreemptSlot,
     commands.SetMapping,
 )
+_WRITES = (commands.WriteSlot,)
 _RESETS = (commands.ResetSlot, commands.PreemptSlot)
 
 
@@ -88,11 +89,17 @@ class SimulatedEngine:
     def completable(self) -> list[int]:
         """Return the operations that may end next; on the device, only the oldest one may.
 
-        A suspended generation may end only by order.
+        A suspended generation may end only by order, or while its slot has no other adapter yet.
         """
         running = self.running.items()
         device = [op for op, work in running if isinstance(work.command, _ON_DEVICE)]
-        waiting = [op for op, work in running if work.suspended and not work.stopped]
+        taken = {adapter.slot for adapter in self.adapters.values()}
+        taken |= {work.command.slot for _, work in running if isinstance(work.command, _WRITES)}
+        waiting = [
+            op
+            for op, work in running
+            if work.suspended and not work.stopped and work.command.slot in taken
+        ]
         return [op for op in self.running if op not in device[1:] and op not in waiting]
 
     def complete(self, op: int, code: ErrorCode | None = None) -> None:
@@ -182,10 +189,11 @@ class SimulatedEngine:
         place = (started.slot, started.generation)
         is_there = place == (command.slot, command.generation)
         assert operation.suspended or is_there, f"{command}, but it runs in {place}"
+        self._continue(operation, command.slot, command.generation)
+
+    def _continue(self, operation: RunningOperation, slot: int, generation: int) -> None:
         operation.suspended = False
-        operation.command = structs.replace(
-            started, slot=command.slot, generation=command.generation
-        )
+        operation.command = structs.replace(operation.command, slot=slot, generation=generation)
 
     def _begin_mapping(self, command: commands.SetMapping, operation: RunningOperation) -> None:
         for ref in command.active:
@@ -256,6 +264,9 @@ class SimulatedEngine:
     def _end_write(self, command: commands.WriteSlot, operation: RunningOperation) -> Any:
         adapter = self.adapters[command.adapter_id]
         adapter.state, adapter.slot, adapter.generation = GPU_SLOT, command.slot, command.generation
+        for other in self.running.values():
+            if other.suspended and other.command.adapter_id == command.adapter_id:
+                self._continue(other, command.slot, command.generation)
         return reports.SlotWritten(command.op)
 
     def _end_reset(self, command: Any, operation: RunningOperation) -> Any:
