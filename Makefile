@@ -127,7 +127,7 @@ node: $(STAMP) $(VENV)-node/.installed  ## run the client in JavaScript (needs N
 rehearse: $(STAMP)  ## run the engine on a simulated CUDA device, and print a decode step's budgets
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --simulated-device \
 	  tests/rehearsal tests/integration/test_engine_gpu.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearse
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearse
 
 gpu: $(STAMP)  ## what needs a CUDA device: smoke, step, kernels, tune, tests (STAGES="smoke step")
 	$(BIN)/python -m benchmarks.gpu $(STAGES)

@@ -38,6 +38,9 @@ QUANTIZATIONS: Final = (
 )
 """Formats in which a model can be quantized while it is loaded."""
 
+ATTENTION_BACKENDS: Final = ("auto", "torch")
+"""Implementations of attention over blocks."""
+
 ADAPTER_WEIGHT_MAX: Final = 1000
 DEVICE_BYTES_DEFAULT: Final = 1 << 30
 PINNED_BYTES_DEFAULT: Final = 4 << 30
@@ -242,13 +245,22 @@ class EngineOptions:
             "requests of the same adapter version that begin with the same tokens."
         ),
     ] = True
-    capture_steps: Annotated[
-        bool,
+    attention_backend: Annotated[
+        str,
         option(
-            "Capture decode steps as CUDA graphs and replay them, if the model allows it. CUDA "
-            "only."
+            "How keys and values in blocks are attended to: auto for a kernel on CUDA, if its "
+            "results at start are the model's own, or torch for PyTorch's functions.",
+            metavar="NAME",
+            choices=ATTENTION_BACKENDS,
         ),
-    ] = False
+    ] = "auto"
+    capture_steps: Annotated[
+        bool | None,
+        option(
+            "Capture decode steps as CUDA graphs when the engine starts, and replay them. CUDA "
+            "only. Default: on with CUDA, if the model allows it."
+        ),
+    ] = None
     expert_parallel: Annotated[
         bool,
         option(

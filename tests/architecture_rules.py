@@ -117,7 +117,8 @@ ROOMS: Final = (
     ),
     _package(
         "engine.serving",
-        "messages engine engine.residency.arena engine.punica engine.models engine.models.library",
+        "messages engine engine.kernels.block_attention engine.residency.arena engine.punica "
+        "engine.models engine.models.library",
         "llguidance msgspec structlog torch",
     ),
     _package(

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from loradock.engine.kernels.block_attention import BlockAttention
 from loradock.engine.kernels.expert_groups import ExpertGroups
 from loradock.engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
@@ -45,6 +46,7 @@ class Kernels(NamedTuple):
     """One implementation of every operation; scratch memory is shared within the tuple only.
 
     `plan_linear`: makes a plan of `linear`; None if the implementation prepares nothing.
+    `attention`: over blocks; None if PyTorch's own functions are to be used.
     `variant_of`: what identifies the compiled kernels of a batch with these bounds; None if the
     implementation compiles nothing.
     """
@@ -57,4 +59,5 @@ class Kernels(NamedTuple):
     experts_shrink: ExpertsShrinkKernel
     experts_expand: ExpertsKernel
     plan_linear: PlanLinear | None = None
+    attention: BlockAttention | None = None
     variant_of: Callable[[GroupBounds], object] | None = None

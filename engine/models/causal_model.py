@@ -93,19 +93,10 @@ class CausalModel(ServedModel):
             check_rows_alone(*forwards, self.vocab_size)
         self.prompt_reader, self.no_images_reason = self._make_reader(processor)
 
-    def new_cache(
-        self,
-        lengths: Sequence[int] = (),
-        offsets: Sequence[int] = (),
-        *,
-        keeps_capacity: bool = False,
-    ) -> Any:
-        """Return an empty `RowCache` for rows with these numbers of tokens.
-
-        `keeps_capacity`: buffers, if there are any, stay in place when rows leave.
-        """
+    def new_cache(self, lengths: Sequence[int] = (), offsets: Sequence[int] = ()) -> Any:
+        """Return an empty `RowCache` for rows with these numbers of tokens."""
         if self.batching == "padded":
-            return BatchKVCache(lengths, offsets, keeps_capacity=keeps_capacity)
+            return BatchKVCache(lengths, offsets)
         return self._cache_of(self.batching, lengths, offsets)
 
     def bind(

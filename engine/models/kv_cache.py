@@ -9,14 +9,14 @@ attention, but weight 0 does not cancel a NaN.
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
 from loradock.engine.errors import ModelRefused
 from loradock.engine.layout import next_power_of_two
-from loradock.engine.models.library.names import Cache, CacheLayerMixin, DummyLayer
+from loradock.engine.models.library.names import Cache, CacheLayerMixin
 from loradock.engine.models.row_cache import RowCache
 
 IDLE_CAPACITY_MAX: Final = 4
@@ -27,7 +27,6 @@ class GrowableKVLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of `rows` rows, of which the columns `first` to `last` (exclusive) are used.
 
     Capacity grows to powers of two, in rows and in columns, so that most changes move nothing.
-    `buffers_key` identifies the buffers: it is a new object after each reallocation.
     """
 
     is_sliding = False
@@ -36,7 +35,6 @@ class GrowableKVLayer(CacheLayerMixin):  # type: ignore[misc]
         # The base class's constructor assigns keys and values, which are properties here.
         self.is_initialized = False
         self.rows = self.first = self.last = 0
-        self.buffers_key = object()
         self._buffers: tuple[Tensor, ...] = ()
 
     @property
@@ -129,27 +127,12 @@ class GrowableKVLayer(CacheLayerMixin):  # type: ignore[misc]
             copied.rows, copied.last, copied.is_initialized = 1, self.width, True
         return copied
 
-    def clear(self) -> None:
-        """Drop all rows and keep the buffers."""
-        self.rows = self.first = self.last = 0
-
     def shrink_to_fit(self) -> None:
         """Move to smaller buffers if much of the capacity is idle."""
         rows, columns = self.capacity
         needed = next_power_of_two(self.rows), next_power_of_two(self.width)
         if rows * columns > IDLE_CAPACITY_MAX * needed[0] * needed[1]:
             self._reallocate(0, next_power_of_two(self.rows), next_power_of_two(self.width + 1))
-
-    def reserve(self, rows: int, columns: int) -> None:
-        """Ensure that `rows` rows fit and that the next column is one of the first `columns`."""
-        capacity = self.capacity
-        if self.last >= columns or rows > capacity[0] or columns > capacity[1]:
-            self._move_used(0, rows, columns)
-
-    def static_layer(self, rows: int, columns: int, column: Tensor) -> "StaticKVLayer":
-        """Return a layer over the buffers' first rows and columns that writes only `column`."""
-        keys, values = (buffer[:rows, ..., :columns, :] for buffer in self._buffers)
-        return StaticKVLayer(keys, values, column)
 
     def get_seq_length(self) -> int:
         """Return the number of columns before the columns of a forward."""
@@ -187,49 +170,8 @@ class GrowableKVLayer(CacheLayerMixin):  # type: ignore[misc]
         moved = tuple(_empty_buffer(buffer, rows, columns) for buffer in self._buffers)
         for old, new in zip(self._buffers, moved, strict=True):
             new[: self.rows, ..., first : first + self.width, :] = self._used(old)
-        self._buffers, self.buffers_key = moved, object()
+        self._buffers = moved
         self.first, self.last = first, first + self.width
-
-
-class StaticKVLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer for decode steps over buffers whose addresses and sizes are the same in every step.
-
-    keys, values: [rows, heads, columns, head_dim]; all columns are read, and the attention mask
-    selects those that count. column: [1] int64 on their device, where the step's token is written.
-    """
-
-    is_compileable = True
-    is_sliding = False
-
-    def __init__(self, keys: Tensor, values: Tensor, column: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values = keys, values
-        self.is_initialized = True
-        self._column = column
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers exist from the start."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write one token's states, [rows, heads, 1, head_dim], and return the whole buffers."""
-        self.keys.index_copy_(-2, self._column, key_states)
-        self.values.index_copy_(-2, self._column, value_states)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> Tensor:
-        """Return the number of columns before the step's own, on the device."""
-        return self._column[0]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return all columns, regardless of the step's tokens."""
-        del query_length
-        return self.keys.shape[-2], 0
-
-    def get_max_length(self) -> int:
-        """Return the number of columns of the buffers."""
-        return self.keys.shape[-2]
 
 
 def _empty_buffer(like: Tensor, rows: int, columns: int) -> Tensor:
@@ -238,28 +180,10 @@ def _empty_buffer(like: Tensor, rows: int, columns: int) -> Tensor:
         return like.new_zeros((rows, *like.shape[1:-2], columns, like.shape[-1]))
 
 
-STATIC_COLUMNS_MIN: Final = 64
-"""The fewest columns of a static step: smaller steps save little and need separate graphs."""
-
-
 def left_padding_mask(lengths: Tensor, width: int) -> Tensor:
     """Return each row's own columns: [rows, width] int64, 1 in the last `lengths[row]` columns."""
     columns = torch.arange(width, device=lengths.device)
     return (columns >= width - lengths[:, None]).long()
-
-
-def static_mask(lengths: Tensor, column: Tensor, columns: int) -> Tensor:
-    """Return each row's own columns if all rows end at `column`: [rows, columns] int64."""
-    index = torch.arange(columns, device=lengths.device)
-    return ((index <= column) & (index > column - lengths[:, None])).long()
-
-
-class StepShape(NamedTuple):
-    """The sizes of a static step: rows, columns, and the column that it writes."""
-
-    rows: int
-    columns: int
-    column: int
 
 
 class BatchKVCache(RowCache):
@@ -270,16 +194,10 @@ class BatchKVCache(RowCache):
     read. `offsets` are not 0 if images advance positions by a number other than their tokens.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], offsets: Sequence[int] = (), *, keeps_capacity: bool = False
-    ) -> None:
-        """Make an empty cache for the first forward of rows with these numbers of tokens.
-
-        `keeps_capacity`: buffers stay in place when rows leave, for static steps.
-        """
+    def __init__(self, lengths: Sequence[int], offsets: Sequence[int] = ()) -> None:
+        """Make an empty cache for the first forward of rows with these numbers of tokens."""
         super().__init__(lengths, offsets)
         self.cache = Cache(layer_class_to_replicate=GrowableKVLayer)
-        self._keeps_capacity = keeps_capacity
 
     @property
     def layers(self) -> list[GrowableKVLayer]:
@@ -290,11 +208,6 @@ class BatchKVCache(RowCache):
     def width(self) -> int:
         """The number of columns of every layer: at least the tokens of the longest row."""
         return next((layer.width for layer in self.layers), 0)
-
-    @property
-    def buffers_key(self) -> tuple[object, ...]:
-        """The identity of all layers' buffers; it differs once any buffer was reallocated."""
-        return tuple(layer.buffers_key for layer in self.layers)
 
     @property
     def size_bytes(self) -> int:
@@ -328,7 +241,7 @@ class BatchKVCache(RowCache):
         is_whole = list(rows) == list(range(len(self)))
         self._keep_counts(rows)
         if not rows:
-            self._clear()
+            self.cache = Cache(layer_class_to_replicate=GrowableKVLayer)
             return
         padding = self.width - max(self.lengths)
         if is_whole and padding == 0:
@@ -337,43 +250,13 @@ class BatchKVCache(RowCache):
         for layer in self.layers:
             moved = torch.tensor(rows[staying:], dtype=torch.int64, device=layer.device)
             layer.keep(staying, moved, padding)
-            if not self._keeps_capacity:
-                layer.shrink_to_fit()
+            layer.shrink_to_fit()
 
     def take(self, row: int) -> "BatchKVCache":
-        """Remove a row and return it in a separate cache, without a fixed capacity."""
+        """Remove a row and return it in a separate cache."""
         taken = BatchKVCache([self.lengths[row]], [self.offsets[row]])
         taken.prompt_lengths = [self.prompt_lengths[row]]
         taken.cache.layers = [layer.copy_of(row) for layer in self.cache.layers]
         taken.keep([0])
         self.keep([other for other in range(len(self)) if other != row])
         return taken
-
-    def reserve(self, columns_min: int = STATIC_COLUMNS_MIN) -> StepShape:
-        """Reserve buffers for a static step, in powers of two, and return the step's sizes."""
-        rows = next_power_of_two(len(self))
-        columns = next_power_of_two(max(columns_min, self.width + 1))
-        for layer in self.layers:
-            layer.reserve(rows, columns)
-        return StepShape(rows, columns, self.layers[0].last)
-
-    def static_cache(self, rows: int, columns: int, column: Tensor) -> Cache:
-        """Return the cache that a static step reads and writes; column: [1] int64 on the device."""
-        return Cache(
-            layers=[
-                layer.static_layer(rows, columns, column) if layer.is_initialized else DummyLayer()
-                for layer in self.cache.layers
-            ]
-        )
-
-    def advance(self) -> None:
-        """Count the column that a static step has written."""
-        for layer in self.layers:
-            layer.last += 1
-
-    def _clear(self) -> None:
-        if self._keeps_capacity:
-            for layer in self.layers:
-                layer.clear()
-        else:
-            self.cache = Cache(layer_class_to_replicate=GrowableKVLayer)

@@ -40,7 +40,7 @@ class Grouper:
         self._device = device
         self._rank_max = rank_max
         self._specialize_active = specialize_active
-        self._buffer = _DeviceBuffer(device) if device.type == "cuda" else None
+        self._buffer = DeviceBuffer(device, 6 * INITIAL_TOKENS) if device.type == "cuda" else None
 
     @property
     def buffer_identity(self) -> object:
@@ -141,13 +141,13 @@ class _BatchTables:
         )
 
 
-class _DeviceBuffer:
+class DeviceBuffer:
     """One buffer on the device, and two page-locked ones that are copied to it alternately."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, words: int) -> None:
         self._device = device
         self._current = 0
-        self._allocate(6 * INITIAL_TOKENS)
+        self._allocate(words)
 
     def next_host_buffer(self, words: int) -> Tensor:
         """Return the next page-locked buffer, zeroed; waits while its last copy is in flight."""

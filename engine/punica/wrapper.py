@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from loradock.engine.kernels.block_attention import BlockAttention
 from loradock.engine.kernels.expert_groups import ExpertGroups, group_experts
 from loradock.engine.kernels.interface import Kernels, LinearKernel, LinearPlan
 from loradock.engine.kernels.operands import (
@@ -152,6 +153,11 @@ class PunicaWrapper:
 
     def _group(self, token_slots: Tensor, prompt_slots: Tensor, max_loras: int) -> None:
         self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, max_loras)
+
+    @property
+    def attention(self) -> BlockAttention | None:
+        """The kernel that attends over blocks; None for PyTorch's functions."""
+        return self._kernels.attention
 
     @property
     def launch_key(self) -> LaunchKey:

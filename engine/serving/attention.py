@@ -11,8 +11,9 @@ and what it finds there is merged, so that it is not copied whole. Sequences tha
 same blocks attend to these together, in one call.
 """
 
+import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from loradock.engine.kernels.block_attention import AttentionOptions
 from loradock.engine.models.library.generation import use_attention
 from loradock.engine.models.library.names import (
     AttentionInterface,
@@ -33,6 +35,8 @@ from loradock.engine.models.library.names import (
 from loradock.engine.serving.blocks import BLOCK_TOKENS
 from loradock.engine.serving.paged_cache import (
     DecodeGroup,
+    GatheredStep,
+    KernelStep,
     MaskFunction,
     PackedStep,
     PagedLayer,
@@ -58,7 +62,13 @@ _SAMPLES: Final = 16
 _attend_segment: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """PyTorch's function of a CPU, which also returns the logarithms of the sums."""
 
-_step: ContextVar[PackedStep] = ContextVar("packed step")
+
+class _Pass(NamedTuple):
+    step: PackedStep
+    ranges: "MaskRanges"
+
+
+_step: ContextVar[_Pass] = ContextVar("packed step")
 
 
 class SequencePlace(NamedTuple):
@@ -243,7 +253,7 @@ class SequenceMasks:
     Some models request masks that none of their layers uses.
     """
 
-    def __init__(self, function: MaskFunction, step: PackedStep) -> None:
+    def __init__(self, function: MaskFunction, step: GatheredStep) -> None:
         self.function: Final = function
         self.step: Final = step
         # By the bytes of a token, which may differ among layers.
@@ -362,23 +372,104 @@ def _check_released(mask: Tensor) -> None:
         raise RuntimeError("a layer attends to tokens whose blocks have been released")
 
 
-class Scoring(NamedTuple):
-    """Options of the attention scores: None if the model specifies nothing.
+class MaskRange(NamedTuple):
+    """A mask under which a token attends to all tokens from some first one up to itself.
 
-    `scaling`: None for the inverse root of the width. `softcap`: bounds scores by a tanh. `sinks`:
-    one more score per head, [heads], whose weight is dropped.
+    window: the most tokens, the own one included. chunk: only tokens of the same multiple of
+    `chunk`. 0: no bound.
     """
 
-    scaling: float | None
-    softcap: float | None
-    sinks: Tensor | None
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def lookback(self) -> int:
+        """How many tokens before itself a token attends to at most."""
+        return min(self.window or sys.maxsize, self.chunk or sys.maxsize) - 1
+
+    def first(self, index: Tensor) -> Tensor:
+        """Return the first token that each token attends to."""
+        first = (index - self.window + 1).clamp(min=0) if self.window else index * 0
+        return first.maximum(index // self.chunk * self.chunk) if self.chunk else first
 
 
-def _mask(*, mask_function: MaskFunction, use_vmap: bool = False, **_: Any) -> SequenceMasks:
+class MaskRanges:
+    """The ranges of a model's masks, each measured once, in sequences of up to `tokens` tokens.
+
+    A model makes its mask functions anew in each pass; two are the same if their code and all that
+    they refer to are.
+    """
+
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        self.tokens: Final = tokens
+        self._index = torch.arange(tokens, device=device)
+        self._known: dict[Hashable, MaskRange | None] = {}
+
+    def of(self, function: MaskFunction) -> MaskRange:
+        """Return the range of a mask; raises `TypeError` for one that is no window or chunk."""
+        key = _identity(function)
+        if key is None or key not in self._known:
+            found = self._measure(function)
+            if key is not None:
+                self._known[key] = found
+        else:
+            found = self._known[key]
+        if found is None:
+            raise TypeError("a mask is neither a window nor a chunk of the tokens before")
+        return found
+
+    def _measure(self, function: MaskFunction) -> MaskRange | None:
+        tokens = self.tokens
+        lookback = _lookback(function, tokens, self._index.device)
+        bounded = (MaskRange(window=lookback + 1), MaskRange(chunk=lookback + 1))
+        candidates = (MaskRange(),) if lookback >= tokens - 1 else bounded
+        return next((one for one in candidates if self._is_range(function, one)), None)
+
+    def _is_range(self, function: MaskFunction, found: MaskRange) -> bool:
+        """Return whether all tokens have this first one, and some of them no gap after it."""
+        index, first = self._index, found.first(self._index)
+        follows = _attends(function, index[1:], first[1:] - 1) & (first[1:] > 0)
+        ends = (index, first), (index[1:], index[:-1].maximum(first[1:]))
+        excluded = follows.any() | _attends(function, index[:-1], index[1:]).any()
+        if bool(excluded) or not all(bool(_attends(function, *pair).all()) for pair in ends):
+            return False
+        return all(
+            torch.equal(
+                _attends(function, index[query], index).expand(len(index)),
+                (index >= first[query]) & (index <= query),
+            )
+            for query in torch.linspace(0, len(index) - 1, _SAMPLES).long().tolist()
+        )
+
+
+def _identity(value: object) -> Hashable | None:
+    """Return what a mask function depends on: code, numbers and functions; None if unknown.
+
+    A tensor with one number has no data of single tokens, so it is the same in every pass.
+    """
+    if isinstance(value, Tensor):
+        return (Tensor, tuple(value.shape)) if value.numel() == 1 else None
+    if value is None or isinstance(value, bool | int | float | str):
+        return (type(value), value)
+    if isinstance(value, tuple | list):
+        found = tuple(map(_identity, value))
+        return None if None in found else found
+    code = getattr(value, "__code__", None)
+    if code is None:
+        return None
+    inner = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    parts = _identity([*inner, *(getattr(value, "__defaults__", None) or ())])
+    return None if parts is None else (code, parts)
+
+
+def _mask(
+    *, mask_function: MaskFunction, use_vmap: bool = False, **_: Any
+) -> SequenceMasks | MaskFunction:
     """The mask of the pass that runs, in place of a tensor over the whole batch."""
     if use_vmap:
         raise TypeError("the mask depends on more than the indices of tokens")
-    return SequenceMasks(mask_function, _step.get())
+    step = _step.get().step
+    return SequenceMasks(mask_function, step) if isinstance(step, GatheredStep) else mask_function
 
 
 def _attention(
@@ -395,19 +486,43 @@ def _attention(
     something that this function does not know.
     """
     del module
-    step = _step.get()
+    step, ranges = _step.get()
     layer = step.layer_of(key)
-    if not isinstance(attention_mask, SequenceMasks) or attention_mask.step is not step:
-        raise TypeError("the model changes the attention mask")
     if options.get("position_bias") is not None:
         raise TypeError("the model adds a position bias")
-    step.mask_functions.add(attention_mask.function)
-    scoring = Scoring(*map(options.get, ("scaling", "softcap", "s_aux")))
+    scoring = AttentionOptions(
+        options.get("scaling"), options.get("softcap") or 0.0, options.get("s_aux")
+    )
     output = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
+    if isinstance(step, KernelStep):
+        if not callable(attention_mask):
+            raise TypeError("the model changes the attention mask")
+        step.mask_functions.add(attention_mask)
+        found = ranges.of(attention_mask)
+        if min(found.lookback, ranges.tokens - 1) > step.lookback:
+            raise RuntimeError("a layer attends to tokens whose blocks have been released")
+        scoring = scoring._replace(window=found.window, chunk=found.chunk)
+        step.attend(output, query[0], layer.keys, layer.values, step.blocks, scoring)
+    elif not isinstance(attention_mask, SequenceMasks) or attention_mask.step is not step:
+        raise TypeError("the model changes the attention mask")
+    else:
+        step.mask_functions.add(attention_mask.function)
+        _attend_gathered(output, query, layer, attention_mask, scoring)
+    return output[None], None
+
+
+def _attend_gathered(
+    output: Tensor,
+    query: Tensor,
+    layer: PagedLayer,
+    masks: SequenceMasks,
+    scoring: AttentionOptions,
+) -> None:
+    """Fill the output [tokens, heads, head_dim] by PyTorch's functions."""
     by_head = output.transpose(0, 1)[None]
-    segments, others = None, attention_mask.rows
-    if _can_merge(query, value, scoring):
-        segments, others = attention_mask.divided(layer.token_bytes)
+    segments, others = None, masks.rows
+    if query.is_cpu and not scoring.softcap and query.shape[3] == output.shape[2]:
+        segments, others = masks.divided(layer.token_bytes)
     if segments is not None:
         output.index_copy_(0, segments.queries, _attend_segments(query, layer, segments, scoring))
     for span, first, mask in others:
@@ -415,20 +530,14 @@ def _attention(
         keys, values = layer.read(span, first)
         attended = _attend(queries, keys, values, mask, scoring)
         by_head.narrow(2, span.begin, span.count).copy_(attended)
-    for group, mask in zip(step.groups, attention_mask.groups, strict=True):
+    for group, mask in zip(masks.step.groups, masks.groups, strict=True):
         queries = query[0].index_select(1, group.queries).transpose(0, 1)[:, :, None]
         attended = _attend(queries, *layer.read_group(group), mask, scoring)[:, :, 0]
         output.index_copy_(0, group.queries, attended)
-    return output[None], None
-
-
-def _can_merge(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Return whether `_attend_segments` computes what a model specifies."""
-    return query.is_cpu and scoring.softcap is None and query.shape[3] == value.shape[3]
 
 
 def _attend_segments(
-    query: Tensor, layer: PagedLayer, segments: KVSegments, scoring: Scoring
+    query: Tensor, layer: PagedLayer, segments: KVSegments, scoring: AttentionOptions
 ) -> Tensor:
     """Attend one query per row over its segments; return [rows, heads, head_dim].
 
@@ -442,7 +551,7 @@ def _attend_segments(
         keys, values = layer.read_tokens(segment.start, segment.tokens, copied)
         # The heads that share keys are queries of one head, so that nothing is repeated.
         packed = queries.narrow(1, segment.row, segment.rows).reshape(1, keys.shape[1], -1, width)
-        output, logarithms = _attend_segment(packed, keys, values, scale=scoring.scaling)
+        output, logarithms = _attend_segment(packed, keys, values, scale=scoring.scale)
         shape = (heads, segment.rows, width)
         found.append((output.reshape(shape), logarithms.reshape(shape[:2])))
     outputs, logarithms = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -458,10 +567,10 @@ def _attend_segments(
 
 
 def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: AttentionOptions
 ) -> Tensor:
     """Attend with PyTorch's function if it can; queries: [rows, heads, queries, head_dim]."""
-    if scoring.softcap is not None or scoring.sinks is not None:
+    if scoring.softcap or scoring.sinks is not None:
         return _attend_explicitly(queries, keys, values, mask, scoring)
     rows, heads, count, width = queries.shape
     groups = keys.shape[1]
@@ -469,7 +578,7 @@ def _attend(
         # The heads that share keys are queries of one head, so that nothing is repeated.
         packed = queries.reshape(rows, groups, -1, width)
         attended = scaled_dot_product_attention(
-            packed, keys, values, attn_mask=mask, scale=scoring.scaling
+            packed, keys, values, attn_mask=mask, scale=scoring.scale
         )
         return attended.reshape(rows, heads, 1, values.shape[3])
     return scaled_dot_product_attention(
@@ -478,7 +587,7 @@ def _attend(
         values,
         attn_mask=mask,
         is_causal=mask is None,
-        scale=scoring.scaling,
+        scale=scoring.scale,
         enable_gqa=heads != groups,
     )
 
@@ -488,15 +597,15 @@ def _attend_explicitly(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    scoring: Scoring,
+    scoring: AttentionOptions,
 ) -> Tensor:
     """Attend with soft-capped scores or sinks."""
-    scaling, softcap, sinks = scoring
+    scaling, softcap, sinks = scoring[:3]
     rows, heads, count, width = queries.shape
     packed = queries.reshape(rows, keys.shape[1], -1, width)
     scores = packed @ keys.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
     scores = scores.view(rows, heads, count, -1)
-    if softcap is not None:
+    if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None and count > 1:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
@@ -515,9 +624,14 @@ AttentionMaskInterface.register(PACKED, _mask)
 
 
 @contextmanager
-def packed_attention(configs: list[PreTrainedConfig], step: PackedStep) -> Iterator[None]:
-    """Let a model's attention be that of `step`; `configs`: its own, parents before their parts."""
-    token = _step.set(step)
+def packed_attention(
+    configs: list[PreTrainedConfig], step: PackedStep, ranges: MaskRanges
+) -> Iterator[None]:
+    """Let a model's attention be that of `step`.
+
+    configs: the model's own, parents before their parts. ranges: of the model's masks.
+    """
+    token = _step.set(_Pass(step, ranges))
     try:
         with use_attention(configs, PACKED):
             yield

@@ -224,12 +224,15 @@ class BlockTable:
     sequence computed. `root`: see `root_key`; None registers and reuses nothing. `lookback`: how
     many tokens before itself a token attends to at most; blocks before these are given up as the
     sequence advances, so if all layers have windows, it has blocks for its window only.
-    `released`: the number of blocks that were given up, `blocks`: those after them.
+    `released`: the number of blocks that were given up, `blocks`: those after them. `appended`: the
+    number of blocks, given up or not, that its row of the device's table has; see
+    `DeviceBlockTable`.
     """
 
     def __init__(self, pool: BlockPool, root: bytes | None, lookback: int = sys.maxsize) -> None:
         self.blocks: Final[list[int]] = []
         self.released = 0
+        self.appended = 0
         self.length = 0
         self.reused = 0
         self._pool = pool
@@ -278,6 +281,7 @@ class BlockTable:
         self.blocks[:] = prefix.blocks
         self.released = prefix.end - len(prefix.blocks)
         self.length = self.reused = self.capacity
+        self.appended = 0
         self._keys = list(keys[: prefix.end])
 
     def reserve(self, tokens: int, expected: int = 0) -> None:
@@ -315,13 +319,14 @@ class BlockTable:
         """
         self._pool.release(self.blocks)
         self.blocks.clear()
+        self.appended = 0
 
     def release(self) -> None:
         """Give up all blocks; those with keys stay cached while nothing else needs them."""
         self._pool.release(self.blocks)
         self.blocks.clear()
         self._keys.clear()
-        self.length = self.reused = self.released = 0
+        self.length = self.reused = self.released = self.appended = 0
 
     def _register(self, root: bytes, tokens: Sequence[int]) -> None:
         """Register the full blocks that have no keys yet."""

@@ -1,9 +1,8 @@
-"""Decode steps of a padded batch: dynamic, over a KV cache that grows, or static and captured.
+"""Captured decode steps: CUDA graphs over blocks, one for each power of two of rows.
 
-A static step uses the KV buffers up to the next power of two of rows and of columns, so that it can
-be captured as a CUDA graph, one per shape, and replayed for every batch of that shape. Its inputs
-are one small table on the device, and it reads nothing back to the host. Unused rows are dummies:
-one token of the base model each, which attends only to itself.
+A step can be captured because a kernel reads keys and values through a table of blocks, whatever
+the lengths of the sequences are. Its inputs are one small table on the device, and it reads nothing
+back to the host.
 
 A graph is replayed for a mapping only if the mapping's kernel launches equal the captured ones.
 Adapters, ranks, slots and base rows may differ from replay to replay: kernels read them on the
@@ -12,7 +11,6 @@ is part of the key; without it one graph serves every number.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
@@ -22,17 +20,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loradock.engine.layout import next_power_of_two
-from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
 from loradock.engine.punica.wrapper import LaunchKey, PunicaWrapper
+from loradock.engine.serving.forward import DecodeInputs, PackedModel
+from loradock.engine.serving.paged_cache import PackedChunk
+from loradock.engine.serving.step_table import StepTable
 
 _log = structlog.get_logger()
 
 GRAPHS_MAX: Final = 64
 """The most graphs that are kept."""
-
-_DUMMY: Final = (0, 1, 0)
-"""A dummy row's token, length and position."""
 
 DecodeStep = Callable[[], Tensor]
 """Work over tensors of fixed address, into which the caller writes the inputs before each call."""
@@ -143,9 +139,6 @@ class SyncCheckedRunner:
         del shape
         with ForbidHostSync(self._device):
             return step()
-
-    def invalidate(self) -> None:
-        """Do nothing: nothing is captured."""
 
 
 class GraphKey(NamedTuple):
@@ -271,10 +264,6 @@ class GraphRunner:
         self._captured[key] = replay
         return step() if replay is None else replay()
 
-    def invalidate(self) -> None:
-        """Drop all graphs: the tensors of all steps were reallocated."""
-        self._captured.clear()
-
     def _try_to_capture(self, step: DecodeStep, key: GraphKey) -> DecodeStep | None:
         try:
             return self._capture(step)
@@ -288,91 +277,31 @@ StepRunner = SyncCheckedRunner | GraphRunner
 """Runs steps; `failure`: why a step was called directly instead, empty if none was."""
 
 
-class DynamicDecode:
-    """The model's own forward pass, over one more column with every step."""
+class CapturedDecode:
+    """Decode steps over blocks, each of a power of two of rows, run by `runner`.
 
-    keeps_capacity = False
+    Unused rows are dummies: one token of the base model each, which attends only to itself, in a
+    block that no sequence has. The memory of a step's inputs is the same for every number of rows,
+    so that nothing but this number distinguishes two steps.
+    """
 
-    def __init__(self, model: CausalModel) -> None:
-        self._model = model
-
-    def padded_rows(self, rows: int) -> int:
-        """Return `rows`: there are no dummies."""
-        return rows
-
-    def run(self, tokens: Tensor, cache: BatchKVCache) -> Tensor:
-        """Return the logits after each row's token, [rows, vocabulary].
-
-        tokens: [rows, 1] int64 on the host. `cache.lengths` already counts them.
-        """
-        return self._model.forward(tokens, cache, ())
-
-
-class _StepInputs(NamedTuple):
-    """A step's inputs on the device, views of one tensor: [rows] each, and the column as [1]."""
-
-    tokens: Tensor
-    lengths: Tensor
-    positions: Tensor
-    column: Tensor
-
-
-class StaticDecode:
-    """Static steps, run by `runner`, over at least `columns_min` columns."""
-
-    keeps_capacity = True
-
-    def __init__(
-        self, model: CausalModel, runner: StepRunner, columns_min: int = STATIC_COLUMNS_MIN
-    ) -> None:
-        self._model = model
-        self._runner = runner
-        self._columns_min = columns_min
-        self._input_buffers: dict[int, Tensor] = {}
-        self._buffers_key: tuple[object, ...] = ()
+    def __init__(self, packed: PackedModel, runner: StepRunner) -> None:
+        self.runner: Final = runner
+        self._packed = packed
+        self.rows_max: Final = next_power_of_two(packed.sequences_max)
+        self._inputs = StepTable(packed.device, len(DecodeInputs._fields) * self.rows_max)
 
     def padded_rows(self, rows: int) -> int:
         """Return the number of rows, dummies included, that the mapping of a step must have."""
         return next_power_of_two(rows)
 
-    def run(self, tokens: Tensor, cache: BatchKVCache) -> Tensor:
-        """Write the step's inputs to the device, run it, and count the column that it wrote.
+    def run(self, chunks: Sequence[PackedChunk], rows: int = 1) -> Tensor:
+        """Return the logits after each chunk's one token, [chunks, vocabulary].
 
-        Takes and returns what `DynamicDecode.run` does; the result is valid until the next call.
+        They are valid until the next call. rows: the least of the step, dummies included.
         """
-        shape = cache.reserve(self._columns_min)
-        if cache.buffers_key != self._buffers_key:
-            # Captured steps read and write the old buffers.
-            self._runner.invalidate()
-            self._buffers_key = cache.buffers_key
-        rows = list(zip(tokens[:, 0].tolist(), cache.lengths, cache.positions, strict=True))
-        inputs = self._write(rows, shape.rows, shape.column)
-
-        def step() -> Tensor:
-            static = cache.static_cache(shape.rows, shape.columns, inputs.column)
-            mask = static_mask(inputs.lengths, inputs.column, shape.columns)
-            positions = (inputs.positions - 1).clamp(min=0)
-            return self._model.run(inputs.tokens[:, None], mask, positions[:, None], static)
-
-        logits = self._runner.run(step, (shape.rows, shape.columns))
-        cache.advance()
-        return logits[: len(cache)]
-
-    def _write(
-        self, rows: list[tuple[int, int, int]], padded_rows: int, column: int
-    ) -> _StepInputs:
-        """Write each row's (token, length, position), and the column, into the inputs' buffer."""
-        if padded_rows not in self._input_buffers:
-            size = 3 * padded_rows + 1
-            # A tensor made in inference mode could not be written outside of it.
-            with torch.inference_mode(False):
-                buffer = torch.zeros(size, dtype=torch.int64, device=self._model.device)
-            self._input_buffers[padded_rows] = buffer
-        buffer = self._input_buffers[padded_rows]
-        padded = rows + [_DUMMY] * (padded_rows - len(rows))
-        buffer.copy_(torch.tensor([*chain.from_iterable(zip(*padded, strict=True)), column]))
-        return _StepInputs(*torch.split(buffer, [padded_rows, padded_rows, padded_rows, 1]))
-
-
-DecodeStrategy = DynamicDecode | StaticDecode
-"""Runs decode steps over a `BatchKVCache` that was made with its `keeps_capacity`."""
+        padded = self.padded_rows(max(rows, len(chunks)))
+        numbers = self._packed.decode_numbers(chunks, padded)
+        sent = self._inputs.send([torch.tensor(one, dtype=torch.int64) for one in numbers])
+        inputs = DecodeInputs(*sent)
+        return self.runner.run(lambda: self._packed.decode(inputs), padded)[: len(chunks)]

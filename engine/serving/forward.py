@@ -8,6 +8,7 @@ blocks of tokens (`engine/serving/paged_batch.py`), whose passes are packed, and
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -20,14 +21,29 @@ from loradock.engine.errors import (
     Malformed,
     is_out_of_memory,
 )
+from loradock.engine.kernels.block_attention import BlockAttention, BlockOperands
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.image_inputs import ImageInputs
 from loradock.engine.models.library.names import PreTrainedConfig
-from loradock.engine.punica.mapping import LoRAMapping
+from loradock.engine.punica.mapping import BASE, LoRAMapping
 from loradock.engine.punica.wrapper import PunicaWrapper
-from loradock.engine.serving.attention import longest_lookback, packed_attention
-from loradock.engine.serving.blocks import BlockPool, BlockTable, root_key
-from loradock.engine.serving.paged_cache import PackedChunk, PackedStep, PagedKVCache
+from loradock.engine.serving.attention import MaskRanges, longest_lookback, packed_attention
+from loradock.engine.serving.blocks import (
+    BLOCK_TOKENS,
+    BlockPool,
+    BlockTable,
+    blocks_of,
+    root_key,
+)
+from loradock.engine.serving.paged_cache import (
+    DeviceBlockTable,
+    GatheredStep,
+    KernelStep,
+    PackedChunk,
+    PackedStep,
+    PagedKVCache,
+    places_of,
+)
 from loradock.engine.serving.queue import SlotTable, WaitingQueue
 from loradock.engine.serving.sampling import (
     NOT_FINITE,
@@ -37,7 +53,11 @@ from loradock.engine.serving.sampling import (
     score_prompts,
 )
 from loradock.engine.serving.sequence import Sequence
+from loradock.engine.serving.step_table import StepTable
 from loradock.messages.views import KVLayout
+
+_INPUT_WORDS: Final = 1 << 16
+"""The numbers of a pass for which there is memory from the start."""
 
 
 class ForwardError(Exception):
@@ -168,19 +188,59 @@ class ForwardRunner:
         return group.broadcast_numbers(tokens)
 
 
+class DecodeInputs(NamedTuple):
+    """The inputs of a decode step on the device, each [rows] int64, at a fixed place.
+
+    tokens: one per row; positions: theirs. written: their places in the memory. rows: of the table
+    of blocks. firsts: the tokens of each row before this one. places, blocks: what is appended to
+    the table before it is read.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    written: Tensor
+    rows: Tensor
+    firsts: Tensor
+    places: Tensor
+    blocks: Tensor
+
+
 class PackedModel:
     """A model over a paged cache of `blocks` blocks: all new tokens in one line, without padding.
 
     `lookback`: how many tokens before itself a token attends to at most, in any layer; sequences
-    may give up the others. `groups_decodes`: as in `PackedStep`.
+    may give up the others. `attend`: the kernel that attends over blocks; None for PyTorch's
+    functions. `sequences_max`: the most sequences of a pass. `groups_decodes`: as in
+    `GatheredStep`.
     """
 
-    def __init__(self, model: CausalModel, blocks: int, lookback: int = sys.maxsize) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        blocks: int,
+        lookback: int = sys.maxsize,
+        attend: BlockAttention | None = None,
+        sequences_max: int = 8,
+    ) -> None:
         self.cache: Final = PagedKVCache(blocks)
         self.lookback: Final = lookback
+        self.sequences_max: Final = sequences_max
         self.groups_decodes = model.device.type != "cpu"
-        self._model = model
+        self.device: Final = model.device
+        self.model: Final = model
         self._configs = _configs_of(model.model.config)
+        self._ranges = MaskRanges(model.max_model_len, model.device)
+        self._attend = attend
+        self._table: DeviceBlockTable | None = None
+        if attend is not None:
+            width = blocks_of(model.max_model_len)
+            self._table = DeviceBlockTable(sequences_max, width, blocks, model.device)
+        self._inputs = StepTable(model.device, _INPUT_WORDS)
+
+    @property
+    def has_kernel(self) -> bool:
+        """True if a kernel attends over blocks, so that decode steps can be captured."""
+        return self._attend is not None
 
     def allocate(self) -> None:
         """Make the buffers of all layers now, by a pass of one token."""
@@ -189,7 +249,7 @@ class PackedModel:
     def measure_lookback(self) -> int:
         """Return the longest lookback of the masks of all layers, by a pass of one token."""
         functions = self._run_one_token().mask_functions
-        return longest_lookback(functions, self._model.max_model_len, self._model.device)
+        return longest_lookback(functions, self.model.max_model_len, self.device)
 
     def forward(self, chunks: SequenceOf[PackedChunk]) -> Tensor:
         """Return the logits after the last `logits` tokens of each chunk, [logits, vocabulary].
@@ -198,47 +258,144 @@ class PackedModel:
         The tables have blocks for the new tokens, and do not count them yet. Raises `RuntimeError`
         if a layer attends to a token whose block its sequence has given up.
         """
-        step = PackedStep(chunks, self._model.device, groups_decodes=self.groups_decodes)
-        return self._run(chunks, step)
+        return self._run(chunks)[0]
+
+    def decode(self, inputs: DecodeInputs) -> Tensor:
+        """Return the logits after each row's token, [rows, vocabulary]; can be captured.
+
+        Needs a kernel. Every tensor is on the device, and nothing is read back.
+        """
+        if self._attend is None or self._table is None:
+            raise RuntimeError("decode steps over blocks need an attention kernel")
+        self._table.write(inputs.places, inputs.blocks)
+        begins = torch.arange(len(inputs.rows) + 1, device=self.device)
+        step = self._kernel_step(
+            self._attend,
+            inputs.written,
+            (begins, inputs.firsts, inputs.rows),
+            self.model.max_model_len,
+            is_decode=True,
+        )
+        positions = inputs.positions[None]
+        with self.model.row_lengths.of(None, None, self.device):
+            return self._call(inputs.tokens[None], positions, None, step)
+
+    def decode_numbers(self, chunks: SequenceOf[PackedChunk], rows: int) -> list[list[int]]:
+        """Return the numbers of `DecodeInputs` for chunks of one token each.
+
+        They are followed by dummies up to `rows` rows, which write and read the dummy block.
+        """
+        if self._table is None:
+            raise RuntimeError("decode steps over blocks need an attention kernel")
+        dummies = rows - len(chunks)
+        dummy_place = self.cache.blocks * BLOCK_TOKENS
+        table = self._table
+        own, places, blocks = table.update([chunk.table for chunk in chunks])
+        if len(places) > rows:
+            # Sequences whose last pass was no decode step, or which are in the table again.
+            self._write_table(table, places, blocks)
+            places, blocks = [], []
+        first_of_dummy = table.dummy_row * table.data.shape[1]
+        unused = rows - len(places)
+        firsts = [chunk.table.length for chunk in chunks]
+        return [
+            [chunk.tokens[0] for chunk in chunks] + [0] * dummies,
+            [chunk.table.length + chunk.offset for chunk in chunks] + [0] * dummies,
+            places_of(chunks) + [dummy_place] * dummies,
+            own + [table.dummy_row] * dummies,
+            firsts + [0] * dummies,
+            places + [first_of_dummy] * unused,
+            blocks + [self.cache.blocks] * unused,
+        ]
+
+    def _write_table(self, table: DeviceBlockTable, places: list[int], blocks: list[int]) -> None:
+        table.write(*self._inputs.send([torch.tensor(places), torch.tensor(blocks)]))
 
     def _run_one_token(self) -> PackedStep:
         table = BlockTable(BlockPool(self.cache.blocks), None)
         table.reserve(1)
-        chunks = [PackedChunk([0], table)]
-        step = PackedStep(chunks, self._model.device)
-        self._run(chunks, step)
+        _, step = self._run([PackedChunk([0], table)])
         return step
 
     @torch.inference_mode()
-    def _run(self, chunks: SequenceOf[PackedChunk], step: PackedStep) -> Tensor:
-        model, device = self._model, self._model.device
-        tokens = torch.tensor(
-            [[token for chunk in chunks for token in chunk.tokens]], device=device
-        )
-        arguments: dict[str, Any] = {model.cache_argument: self.cache.cache, "use_cache": True}
-        if "position_ids" in model.accepts:
-            positions = [
-                index + chunk.offset
+    def _run(self, chunks: SequenceOf[PackedChunk]) -> tuple[Tensor, PackedStep]:
+        model = self.model
+        ends = [*accumulate((len(chunk.tokens) for chunk in chunks), initial=0)]
+        kept = [
+            token
+            for chunk, end in zip(chunks, ends[1:], strict=True)
+            for token in range(end - chunk.logits, end)
+        ]
+        numbers = [
+            [token for chunk in chunks for token in chunk.tokens],
+            [
+                place + chunk.offset
                 for chunk in chunks
-                for index in range(chunk.table.length, chunk.end)
-            ]
-            arguments["position_ids"] = torch.tensor([positions], device=device)
-        selects = "logits_to_keep" in model.accepts
-        if selects:
-            arguments["logits_to_keep"] = step.kept
+                for place in range(chunk.table.length, chunk.end)
+            ],
+            places_of(chunks),
+            kept,
+        ]
+        if self._table is not None:
+            own, places, blocks = self._table.update([chunk.table for chunk in chunks])
+            numbers += [ends, [chunk.table.length for chunk in chunks], own, places, blocks]
+        tokens, positions, written, kept_rows, *tables = self._inputs.send(
+            [torch.tensor(one, dtype=torch.int64) for one in numbers]
+        )
+        if self._attend is None or self._table is None:
+            step: PackedStep = GatheredStep(chunks, written, groups_decodes=self.groups_decodes)
+        else:
+            self._table.write(*tables[3:])
+            longest = max(chunk.end for chunk in chunks)
+            is_decode = ends[-1] == len(chunks)
+            step = self._kernel_step(
+                self._attend, written, tables[:3], longest, is_decode=is_decode
+            )
         prompts = [chunk.prompt for chunk in chunks for _ in chunk.tokens]
         longest = max(max(chunk.end, chunk.prompt) for chunk in chunks)
+        with model.row_lengths.of([prompts], longest, self.device):
+            return self._call(tokens[None], positions[None], kept_rows, step), step
+
+    def _kernel_step(
+        self,
+        attend: BlockAttention,
+        written: Tensor,
+        rows: SequenceOf[Tensor],
+        longest: int,
+        *,
+        is_decode: bool,
+    ) -> KernelStep:
+        """Return a pass by the kernel; rows: `begins`, `firsts` and `rows` of `BlockOperands`."""
+        if self._table is None:
+            raise RuntimeError("an attention kernel needs a table of blocks")
+        begins, firsts, own = rows
+        blocks = BlockOperands(
+            begins, firsts, own, self._table.data, BLOCK_TOKENS, longest, is_decode
+        )
+        return KernelStep(written, attend, blocks, self.lookback)
+
+    @torch.inference_mode()
+    def _call(
+        self, tokens: Tensor, positions: Tensor, kept: Tensor | None, step: PackedStep
+    ) -> Tensor:
+        """Return the logits after the tokens `kept`, or after all, [kept, vocabulary].
+
+        tokens, positions: [1, tokens].
+        """
+        model = self.model
+        arguments: dict[str, Any] = {model.cache_argument: self.cache.cache, "use_cache": True}
+        if "position_ids" in model.accepts:
+            arguments["position_ids"] = positions
+        selects = "logits_to_keep" in model.accepts
+        if selects:
+            arguments["logits_to_keep"] = 0 if kept is None else kept
         self.cache.step = step
         try:
-            with (
-                packed_attention(self._configs, step),
-                model.row_lengths.of([prompts], longest, device),
-            ):
-                output = model.model(tokens, **arguments)
+            with packed_attention(self._configs, step, self._ranges):
+                logits: Tensor = model.model(tokens, **arguments).logits[0]
         finally:
             self.cache.step = None
-        logits: Tensor = output.logits[0]
-        return logits if selects else logits[step.kept]
+        return logits if selects or kept is None else logits[kept]
 
 
 def _configs_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
@@ -250,3 +407,10 @@ def _configs_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 def adapter_ids_of(sequences: SequenceOf[Sequence]) -> Tensor:
     """Return each sequence's adapter id, [sequences] int64."""
     return torch.tensor([one.command.adapter_id for one in sequences], dtype=torch.int64)
+
+
+def decode_mapping(sequences: SequenceOf[Sequence], rows: int = 0) -> LoRAMapping:
+    """Map each sequence's one token to its adapter, and dummies up to `rows` rows to the base."""
+    ids = adapter_ids_of(sequences)
+    ids = torch.cat([ids, ids.new_full((max(0, rows - len(ids)),), BASE)])
+    return LoRAMapping(ids, ids)

@@ -1,7 +1,7 @@
 """A batch over one padded cache: row i of the cache belongs to the i-th running sequence.
 
-For models whose attention can't be computed over blocks, and for captured steps. Prompts are
-prefilled in groups of similar length, with separate caches that join the running one.
+For models whose attention can't be computed over blocks. Prompts are prefilled in groups of similar
+length, with separate caches that join the running one.
 """
 
 from collections import deque
@@ -18,16 +18,16 @@ from loradock.engine.models.image_inputs import ImageInputs, position_offsets
 from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.probing import MakeCache
 from loradock.engine.models.row_cache import RowCache, RowStates
-from loradock.engine.punica.mapping import BASE, LoRAMapping
+from loradock.engine.punica.mapping import LoRAMapping
 from loradock.engine.serving.blocks import block_keys
 from loradock.engine.serving.budget import STEP_TOKENS_MAX, StepBudget
-from loradock.engine.serving.decoding import DecodeStrategy
 from loradock.engine.serving.forward import (
     BatchEvents,
     ForwardError,
     ForwardRunner,
     KVUse,
     Waiting,
+    decode_mapping,
 )
 from loradock.engine.serving.prefix_states import Beginning, PrefixStates
 from loradock.engine.serving.sampling import PromptChunk
@@ -206,7 +206,6 @@ class PaddedBatch:
     def __init__(
         self,
         runner: ForwardRunner,
-        strategy: DecodeStrategy,
         budget: StepBudget,
         events: BatchEvents,
         suspended_max: int,
@@ -216,8 +215,7 @@ class PaddedBatch:
         self._runner = runner
         self._model = runner.model
         self._events = events
-        self._strategy = strategy
-        self._cache = self._model.new_cache(keeps_capacity=self._strategy.keeps_capacity)
+        self._cache = self._model.new_cache()
         self._running: list[Sequence] = []
         # What was computed of suspended sequences: the caches of those that ran, prompts of others.
         self._suspended: dict[Sequence, RowCache | PrefillBatch] = {}
@@ -459,10 +457,9 @@ class PaddedBatch:
         running = self._running
         self.budget.count(len(running))
         tokens = torch.tensor([[sequence.output.tokens[-1]] for sequence in running])
-        mapping = _decode_mapping(running, self._strategy.padded_rows(len(running)))
-        run = partial(self._strategy.run, tokens, self._cache)
+        run = partial(self._model.forward, tokens, self._cache)
         try:
-            logits = self._runner.forward(running, mapping, run)
+            logits = self._runner.forward(running, decode_mapping(running), run)
         except ForwardError as failure:
             self._fail_sequences(running, failure)
             return
@@ -480,10 +477,3 @@ class PaddedBatch:
             return
         self._running = [self._running[row] for row in rows]
         self._cache.keep(rows)
-
-
-def _decode_mapping(sequences: list[Sequence], rows: int) -> LoRAMapping:
-    """Map each row's one token to its adapter and dummy rows to the base model."""
-    ids = [sequence.command.adapter_id for sequence in sequences]
-    ids += [BASE] * (rows - len(sequences))
-    return LoRAMapping(ids, ids)

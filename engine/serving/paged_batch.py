@@ -14,7 +14,7 @@ loses its blocks to older and more urgent ones only.
 from bisect import insort
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from loradock.engine.serving.blocks import (
     blocks_of,
 )
 from loradock.engine.serving.budget import StepBudget
+from loradock.engine.serving.decoding import CapturedDecode
 from loradock.engine.serving.forward import (
     BatchEvents,
     ForwardError,
@@ -38,6 +39,7 @@ from loradock.engine.serving.forward import (
     PackedModel,
     Waiting,
     adapter_ids_of,
+    decode_mapping,
 )
 from loradock.engine.serving.paged_cache import KVStates, PackedChunk
 from loradock.engine.serving.sampling import PromptChunk
@@ -116,12 +118,19 @@ class PagedSequence:
         return PackedChunk(tokens, table, self.offset, is_scored, self.prompt_length)
 
 
+class Paging(NamedTuple):
+    """The most blocks that a sequence refers to at once, and whether sequences reuse blocks."""
+
+    sequence_blocks: int
+    shares_prefixes: bool
+
+
 class PagedBatch:
     """Sequences over the blocks of `packed`.
 
-    `sequence_blocks`: the most blocks that a sequence refers to at once. `shares_prefixes`: whether
-    blocks are reused. `lacks_memory`: whether the last call of `admit` left a sequence waiting for
-    memory. `budget`: the tokens of a step.
+    `lacks_memory`: whether the last call of `admit` left a sequence waiting for
+    memory. `budget`: the tokens of a step. `captured`: the decode steps, if they are captured; then
+    chunks of prompts are a second pass of the step.
     """
 
     def __init__(
@@ -130,18 +139,18 @@ class PagedBatch:
         packed: PackedModel,
         budget: StepBudget,
         events: BatchEvents,
-        *,
-        sequence_blocks: int,
-        shares_prefixes: bool,
+        paging: Paging,
+        captured: CapturedDecode | None = None,
     ) -> None:
         self.budget: Final = budget
         self.pool: Final = BlockPool(packed.cache.blocks)
         self.lacks_memory = False
         self._runner = runner
         self._packed = packed
+        self._captured = captured
         self._events = events
-        self._sequence_blocks = sequence_blocks
-        self._shares_prefixes = shares_prefixes
+        self._sequence_blocks = paging.sequence_blocks
+        self._shares_prefixes = paging.shares_prefixes
         # In order: one loses its blocks to those before it.
         self._members: list[PagedSequence] = []
         # In the order in which they were suspended.
@@ -426,26 +435,52 @@ class PagedBatch:
         return eligible
 
     def _run(self, parts: list[tuple[PagedSequence, int]]) -> None:
-        """Run one pass, count its tokens, and report a token of each sequence without a prompt."""
+        """Run the passes of a step, and report a token of each sequence without a prompt."""
+        members: list[PagedSequence] = []
+        logits: list[Tensor] = []
+        for own in self._passes(parts):
+            sequences = [one for one, _ in own]
+            try:
+                logits.append(self._run_pass(own))
+            except ForwardError as failure:
+                self._fail_sequences(sequences, failure)
+            else:
+                members += sequences
+        if members:
+            self._report(members, torch.cat(logits) if len(logits) > 1 else logits[0])
+
+    def _passes(
+        self, parts: list[tuple[PagedSequence, int]]
+    ) -> list[list[tuple[PagedSequence, int]]]:
+        """Return one pass, or decode steps and chunks of prompts apart if the former are captured.
+
+        The host launches the chunks while the device computes the decode steps.
+        """
+        if self._captured is None:
+            return [parts]
+        decodes = [part for part in parts if part[0].is_prefilled]
+        chunks = [part for part in parts if not part[0].is_prefilled]
+        return [own for own in (decodes, chunks) if own]
+
+    def _run_pass(self, parts: list[tuple[PagedSequence, int]]) -> Tensor:
+        """Run one pass and count its tokens; return the logits of the last ones, [parts, ...].
+
+        Raises `ForwardError`.
+        """
         members = [one for one, _ in parts]
         sequences = [one.sequence for one in members]
         chunks = [one.chunk(count) for one, count in parts]
-        ids = adapter_ids_of(sequences)
-        counts = torch.tensor([len(chunk.tokens) for chunk in chunks])
-        kept = torch.tensor([chunk.logits for chunk in chunks])
-        mapping = LoRAMapping(
-            ids.repeat_interleave(counts),
-            ids.repeat_interleave(kept),
-            is_prefill=bool((counts > 1).any()),
-        )
-        try:
-            logits = self._runner.forward(sequences, mapping, partial(self._packed.forward, chunks))
-        except ForwardError as failure:
-            self._fail_sequences(members, failure)
-            return
+        if self._captured is not None and members[0].is_prefilled:
+            rows = self._captured.padded_rows(len(chunks))
+            mapping = decode_mapping(sequences, rows)
+            forward = partial(self._captured.run, chunks)
+        else:
+            mapping = _mapping_of(sequences, chunks)
+            forward = partial(self._packed.forward, chunks)
+        logits = self._runner.forward(sequences, mapping, forward)
         for one, chunk in zip(members, chunks, strict=True):
             one.advance(chunk.end)
-        self._report(members, self._score(members, chunks, logits))
+        return self._score(members, chunks, logits)
 
     def _score(
         self, members: list[PagedSequence], chunks: list[PackedChunk], logits: Tensor
@@ -523,3 +558,15 @@ class PagedBatch:
             for one in members:
                 one.table.release()
             self._members = [one for one in self._members if id(one) not in leaving]
+
+
+def _mapping_of(sequences: list[Sequence], chunks: list[PackedChunk]) -> LoRAMapping:
+    """Map the tokens of chunks, and those with logits, to the adapters of their sequences."""
+    ids = adapter_ids_of(sequences)
+    counts = torch.tensor([len(chunk.tokens) for chunk in chunks])
+    kept = torch.tensor([chunk.logits for chunk in chunks])
+    return LoRAMapping(
+        ids.repeat_interleave(counts),
+        ids.repeat_interleave(kept),
+        is_prefill=bool((counts > 1).any()),
+    )

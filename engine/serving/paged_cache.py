@@ -5,14 +5,16 @@ one view, and what one head attends to is contiguous. A sequence reads its own t
 the rest of a block, so nothing that another one has left can reach it.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from loradock.engine.kernels.block_attention import BlockAttention, BlockOperands
 from loradock.engine.layout import next_power_of_two
 from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.library.names import Cache, CacheLayerMixin
@@ -93,16 +95,28 @@ class DecodeGroup(NamedTuple):
     released_max: int
 
 
+WIDTH_STEPS: Final = 4
+"""The widths of groups between a power of two and the next one."""
+
+
 def decode_groups(spans: Sequence[SequenceSpan], device: torch.device) -> list[DecodeGroup]:
-    """Group sequences of one query each by the next power of two of their tokens in memory."""
+    """Group sequences of one query each by their tokens in memory, rounded up to few widths.
+
+    A library may plan a call for each shape of its operands, which takes long.
+    """
     by_width: dict[int, list[SequenceSpan]] = {}
     for span in spans:
-        by_width.setdefault(next_power_of_two(span.held), []).append(span)
-    return [_group_of(group, device) for group in by_width.values()]
+        by_width.setdefault(_width_of(span.held), []).append(span)
+    return [_group_of(group, width, device) for width, group in by_width.items()]
 
 
-def _group_of(spans: Sequence[SequenceSpan], device: torch.device) -> DecodeGroup:
-    width = max(span.held for span in spans)
+def _width_of(tokens: int) -> int:
+    """Return tokens rounded up to whole blocks and to a few widths per power of two."""
+    step = max(BLOCK_TOKENS, next_power_of_two(tokens) // 2 // WIDTH_STEPS)
+    return -(-tokens // step) * step
+
+
+def _group_of(spans: Sequence[SequenceSpan], width: int, device: torch.device) -> DecodeGroup:
     blocks = torch.zeros(len(spans), blocks_of(width), dtype=torch.int64)
     for number, span in enumerate(spans):
         blocks[number, : len(span.blocks)] = torch.tensor(span.blocks)
@@ -119,47 +133,14 @@ def _group_of(spans: Sequence[SequenceSpan], device: torch.device) -> DecodeGrou
 
 
 class PackedStep:
-    """One forward pass: the places of its sequences, and of each new token.
+    """One forward pass: where its new tokens are written, and the layers that have written them.
 
-    `spans`: of the sequences that are attended one by one; `groups`: the others. `written`:
-    [tokens] int64 on the device. `kept`: the tokens whose logits are needed, [kept] int64 on the
-    device, in the order of the chunks. `groups_decodes`: whether sequences of one token are
-    attended in groups, which is faster if each call takes time to launch, and slower on a CPU,
-    which reads them in place. `mask_functions`: those under which a layer has attended.
+    `written`: [tokens], places in the memory, int64 on the device. `mask_functions`: those under
+    which a layer has attended.
     """
 
-    def __init__(
-        self, chunks: Sequence[PackedChunk], device: torch.device, *, groups_decodes: bool = False
-    ) -> None:
-        self.spans: list[SequenceSpan] = []
-        written: list[int] = []
-        for chunk in chunks:
-            table, begin = chunk.table, len(written)
-            written += map(table.place, range(table.length, chunk.end))
-            used = table.blocks[: blocks_of(chunk.end - table.start)]
-            is_run = used == [*range(used[0], used[0] + len(used))]
-            self.spans.append(
-                SequenceSpan(
-                    begin,
-                    len(written),
-                    table.start,
-                    chunk.end,
-                    used,
-                    used[0] * BLOCK_TOKENS,
-                    None if is_run else torch.tensor(used, device=device),
-                )
-            )
-        self.written = torch.tensor(written, device=device)
-        kept = [
-            token
-            for chunk, span in zip(chunks, self.spans, strict=True)
-            for token in range(span.end - chunk.logits, span.end)
-        ]
-        self.kept = torch.tensor(kept, device=device)
-        self.groups: list[DecodeGroup] = []
-        if groups_decodes:
-            self.groups = decode_groups([span for span in self.spans if span.count == 1], device)
-            self.spans = [span for span in self.spans if span.count > 1]
+    def __init__(self, written: Tensor) -> None:
+        self.written: Final = written
         self.mask_functions: set[MaskFunction] = set()
         self._layers: dict[int, PagedLayer] = {}
         # Keeps the identities of `_layers` unique during the pass.
@@ -175,14 +156,123 @@ class PackedStep:
         return self._layers[id(keys)]
 
 
+class GatheredStep(PackedStep):
+    """A pass whose sequences are attended by PyTorch's functions, over views or copies of blocks.
+
+    `spans`: of the sequences that are attended one by one; `groups`: the others. `groups_decodes`:
+    whether sequences of one token are attended in groups, which is faster if each call takes time
+    to launch, and slower on a CPU, which reads them in place.
+    """
+
+    def __init__(
+        self, chunks: Sequence[PackedChunk], written: Tensor, *, groups_decodes: bool = False
+    ) -> None:
+        super().__init__(written)
+        device, begin = written.device, 0
+        self.spans: list[SequenceSpan] = []
+        for chunk in chunks:
+            table, end = chunk.table, begin + len(chunk.tokens)
+            used = table.blocks[: blocks_of(chunk.end - table.start)]
+            is_run = used == [*range(used[0], used[0] + len(used))]
+            numbers = None if is_run else torch.tensor(used, device=device)
+            self.spans.append(
+                SequenceSpan(
+                    begin, end, table.start, chunk.end, used, used[0] * BLOCK_TOKENS, numbers
+                )
+            )
+            begin = end
+        self.groups: list[DecodeGroup] = []
+        if groups_decodes:
+            self.groups = decode_groups([span for span in self.spans if span.count == 1], device)
+            self.spans = [span for span in self.spans if span.count > 1]
+
+
+class KernelStep(PackedStep):
+    """A pass whose sequences are attended by a kernel, over `blocks`.
+
+    `lookback`: the tokens before its own that a sequence has blocks for in any case.
+    """
+
+    def __init__(
+        self, written: Tensor, attend: BlockAttention, blocks: BlockOperands, lookback: int
+    ) -> None:
+        super().__init__(written)
+        self.attend: Final = attend
+        self.blocks: Final = blocks
+        self.lookback: Final = lookback
+
+
+def places_of(chunks: Sequence[PackedChunk]) -> list[int]:
+    """Return the place in the memory of each new token of the chunks."""
+    places: list[int] = []
+    for chunk in chunks:
+        table, token = chunk.table, chunk.table.length
+        while token < chunk.end:
+            first = table.place(token)
+            count = min(BLOCK_TOKENS - first % BLOCK_TOKENS, chunk.end - token)
+            places += range(first, first + count)
+            token += count
+    return places
+
+
+class DeviceBlockTable:
+    """The blocks of a batch's sequences as one table on the device, to which blocks are appended.
+
+    data: [rows + 1, width] int64; entry [row, n] is the block of a sequence's tokens from
+    `n * BLOCK_TOKENS` on. A sequence has a row from its first pass on, until others need it; the
+    last row is that of dummies, whose only block is `dummy_block`.
+    """
+
+    def __init__(self, rows: int, width: int, dummy_block: int, device: torch.device) -> None:
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self.data: Final = torch.zeros((rows + 1, width), dtype=torch.int64, device=device)
+            self.data[rows, 0] = dummy_block
+        self.dummy_row: Final = rows
+        self._free = list(range(rows))
+        # The least recently used one comes first.
+        self._rows: OrderedDict[BlockTable, int] = OrderedDict()
+
+    def update(self, tables: Sequence[BlockTable]) -> tuple[list[int], list[int], list[int]]:
+        """Return each table's row, and what is not in the data yet: places in it, and blocks.
+
+        The caller writes these before the tables are read. Tables must be fewer than the rows.
+        """
+        rows: list[int] = []
+        places: list[int] = []
+        blocks: list[int] = []
+        for table in tables:
+            if table not in self._rows:
+                self._rows[table] = self._free.pop() if self._free else self._take()
+                table.appended = 0
+            self._rows.move_to_end(table)
+            row = self._rows[table]
+            rows.append(row)
+            first, end = max(table.appended, table.released), table.prefix.end
+            if first < end:
+                places += range(row * self.data.shape[1] + first, row * self.data.shape[1] + end)
+                blocks += table.blocks[first - table.released :]
+                table.appended = end
+        return rows, places, blocks
+
+    def write(self, places: Tensor, blocks: Tensor) -> None:
+        """Write blocks to their places; both int64 on the device."""
+        self.data.view(-1).index_copy_(0, places, blocks)
+
+    def _take(self) -> int:
+        _, row = self._rows.popitem(last=False)
+        return row
+
+
 class PagedKVCache:
     """The memory of `blocks` blocks in every layer; buffers are made by the first forward pass.
 
-    `cache` is what the model is called with, `step` the forward pass that it is called for.
+    One more block, after them, is that of dummies. `cache` is what the model is called with, `step`
+    the forward pass that it is called for.
     """
 
     def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
+        self.blocks: Final = blocks
         self.step: PackedStep | None = None
         self.cache = Cache(layer_class_to_replicate=partial(PagedLayer, self))
 
@@ -246,7 +336,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for all blocks; a CPU provides the memory only when it is written."""
-        tokens = self._owner.blocks * BLOCK_TOKENS
+        tokens = (self._owner.blocks + 1) * BLOCK_TOKENS
         # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             self.keys, self.values = (

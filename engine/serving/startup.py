@@ -1,15 +1,16 @@
 """Choices at start, by probes of the model itself: the batch, its budget and its decode steps.
 
 The key/value cache is paged if packed passes give the model's own logits; otherwise it is padded.
-The tokens of a step are given, or chosen from the measured speed of the model. Decode steps of a
-padded cache are captured if a few static steps match dynamic ones without a host sync. The result
-of a probe counts, not the model's name; a probe is a sample, not a proof for every length.
+On a GPU a kernel attends over its blocks if passes with it do, and decode steps are captured if a
+few of them equal passes that are not, without a host sync. The tokens of a step are given, or
+chosen from the measured speed of the model. The result of a probe counts, not the model's name; a
+probe is a sample, not a proof for every length.
 """
 
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import structlog
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from loradock.engine.config import EngineConfig
 from loradock.engine.errors import MODEL_CODE_ERRORS
-from loradock.engine.layout import next_power_of_two
+from loradock.engine.kernels.block_attention import BlockAttention
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
+from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.observation import error_max, relative_difference
 from loradock.engine.punica.mapping import BASE, LoRAMapping
 from loradock.engine.punica.wrapper import PunicaWrapper
@@ -32,17 +33,15 @@ from loradock.engine.serving.blocks import (
 )
 from loradock.engine.serving.budget import STEP_TOKENS_MAX, StepBudget, clock_of
 from loradock.engine.serving.decoding import (
+    CapturedDecode,
     CudaCapture,
-    DecodeStrategy,
-    DynamicDecode,
     GraphRunner,
-    StaticDecode,
     StepRunner,
     SyncCheckedRunner,
 )
 from loradock.engine.serving.forward import BatchEvents, ForwardRunner, PackedModel
 from loradock.engine.serving.padded_batch import PaddedBatch
-from loradock.engine.serving.paged_batch import PagedBatch
+from loradock.engine.serving.paged_batch import PagedBatch, Paging
 from loradock.engine.serving.paged_cache import PackedChunk
 from loradock.engine.serving.prefix_states import PrefixStates
 from loradock.engine.serving.queue import SlotTable
@@ -96,8 +95,8 @@ class PackedRefused(Exception):  # noqa: N818 - named like the engine's other re
     """A model can't be run in packed passes; the text is the reason."""
 
 
-class StaticDecodeRefused(Exception):  # noqa: N818 - as above
-    """A model's decode steps can't run over a static cache; the text is the reason."""
+class CaptureRefused(Exception):  # noqa: N818 - as above
+    """A model's decode steps can't be captured; the text is the reason."""
 
 
 class PackedProbe(NamedTuple):
@@ -113,12 +112,27 @@ class ProbeMapper:
     def __init__(self, punica: PunicaWrapper, slots: int, adapter: int = BASE) -> None:
         self._punica = punica
         self._adapter = adapter
-        self._residents = [adapter or None, *[None] * (slots - 1)]
+        self._slots = slots
+
+    def with_adapter(self, adapter: int) -> Self:
+        """Return a mapper for another adapter."""
+        return type(self)(self._punica, self._slots, adapter)
 
     def map(self, tokens: int, rows: int) -> None:
         """Set the mapping for a forward pass of `tokens` tokens, `rows` of them sampled."""
+        residents = [self._adapter or None, *[None] * (self._slots - 1)]
         mapping = LoRAMapping([self._adapter] * tokens, [self._adapter] * rows, tokens > rows)
-        self._punica.update_metadata(mapping, self._residents)
+        self._punica.update_metadata(mapping, residents)
+
+    def active_counts(self, rows: int) -> list[int]:
+        """Return the numbers of active adapters that steps of `rows` rows are captured for."""
+        most = min(rows, self._slots)
+        return [0, *(1 << power for power in range(most.bit_length()))]
+
+    def map_active(self, rows: int, active: int) -> None:
+        """Set the mapping for a decode step in which `active` adapters have rows, or none."""
+        ids = [1 + row % active if active else BASE for row in range(rows)]
+        self._punica.update_metadata(LoRAMapping(ids, ids), range(1, self._slots + 1))
 
 
 def choose_batch(
@@ -130,44 +144,65 @@ def choose_batch(
 ) -> Batch:
     """Return the batch of this engine; the reason for a padded one is logged.
 
-    Raises `ValueError` for a number of bytes that is too small for one sequence.
+    Raises `ValueError` for a number of bytes that is too small for one sequence, and as
+    `check_capture` does.
     """
+    check_capture(model, config)
     mapper = ProbeMapper(punica, len(slots.residents))
     runner = ForwardRunner(model, punica, slots)
     try:
-        if config.capture_steps:
-            raise PackedRefused("captured steps need a padded cache")
         if not config.paged_attention:
             raise PackedRefused("paged_attention is off")
-        probe = probe_packed(model, mapper.map)
+        attend, probe = choose_attention(model, punica, mapper, config)
     except PackedRefused as refusal:
         _log.warning("the key/value cache is padded", reason=str(refusal))
         model.record_refusal(str(refusal))
         budget = choose_budget(model, mapper, config)
-        strategy = choose_decode(model, punica, len(slots.residents), config)
         prefixes = choose_prefixes(model, mapper, config, budget)
-        return PaddedBatch(runner, strategy, budget, events, config.max_num_seqs, prefixes)
+        return PaddedBatch(runner, budget, events, config.max_num_seqs, prefixes)
     budget = choose_budget(model, mapper, config, is_packed=True)
     if probe.lookback < model.max_model_len:
         budget.limit()
     sequence_blocks = sequence_blocks_max(model, probe.lookback, budget)
     blocks = choose_blocks(model, config, probe.block_bytes, sequence_blocks)
-    packed = PackedModel(model, blocks, probe.lookback)
+    packed = PackedModel(model, blocks, probe.lookback, attend, config.max_num_seqs)
     mapper.map(1, 1)
     packed.allocate()
+    captured = choose_capture(punica, packed, mapper, config, budget)
     _log.info(
         "the key/value cache is paged",
         tokens=blocks * BLOCK_TOKENS,
         sequence_tokens_max=sequence_blocks * BLOCK_TOKENS,
+        attention="kernel" if packed.has_kernel else "torch",
+        captured=captured is not None,
     )
     return PagedBatch(
         runner,
         packed,
         budget,
         events,
-        sequence_blocks=sequence_blocks,
-        shares_prefixes=config.prefix_caching,
+        Paging(sequence_blocks, config.prefix_caching),
+        captured,
     )
+
+
+def choose_attention(
+    model: CausalModel, punica: PunicaWrapper, mapper: ProbeMapper, config: EngineConfig
+) -> tuple[BlockAttention | None, PackedProbe]:
+    """Return the kernel that attends over blocks, None for PyTorch's functions, and its probe.
+
+    The reason why the device's kernel is not used is logged. Raises `PackedRefused` if neither can
+    be.
+    """
+    kernel = punica.attention if config.attention_backend == "auto" else None
+    if kernel is not None:
+        try:
+            return kernel, probe_packed(model, mapper.map, kernel)
+        except PackedRefused as refusal:
+            reason = f"PyTorch's functions attend over blocks, not the kernel: {refusal}"
+            _log.warning("attention over blocks has no kernel", reason=str(refusal))
+            model.record_refusal(reason)
+    return None, probe_packed(model, mapper.map)
 
 
 def sequence_blocks_max(model: CausalModel, lookback: int, budget: StepBudget) -> int:
@@ -321,16 +356,10 @@ def _seconds_of(
     return min(seconds[1:])
 
 
-def choose_decode(
-    model: CausalModel, punica: PunicaWrapper, slots: int, config: EngineConfig
-) -> DecodeStrategy:
-    """Return the decode strategy of this engine.
-
-    `slots`: the number of slots, which are all empty. Raises `ValueError` if `capture_steps` is set
-    for a device without CUDA graphs or for several ranks.
-    """
+def check_capture(model: CausalModel, config: EngineConfig) -> None:
+    """Raise `ValueError` if `capture_steps` is set for a device or ranks without CUDA graphs."""
     if not config.capture_steps:
-        return DynamicDecode(model)
+        return
     if not model.group.is_trivial:
         raise ValueError(
             "capture_steps is on, and several ranks hold the model; they wait for one another "
@@ -341,59 +370,111 @@ def choose_decode(
             f"capture_steps is on, and the device is {str(model.device)!r}; graphs need CUDA: "
             "leave it off"
         )
-    runner = GraphRunner(punica, CudaCapture(model.device))
-    return static_or_dynamic(model, punica, slots, runner)
 
 
-def static_or_dynamic(
-    model: CausalModel, punica: PunicaWrapper, slots: int, runner: StepRunner
-) -> DecodeStrategy:
-    """Return static decode by `runner` if the probe passes; otherwise log the reason."""
-    try:
-        for adapter in (BASE, 1):
-            # An adapter without weights launches the same kernels as any other.
-            mapper = ProbeMapper(punica, slots, adapter)
-            probe_static_decode(model, mapper, SyncCheckedRunner(model.device))
-            probe_static_decode(model, mapper, runner)
-    except StaticDecodeRefused as refusal:
-        _log.warning("decode steps are not captured", reason=str(refusal))
-        return DynamicDecode(model)
-    return StaticDecode(model, runner)
+def choose_capture(
+    punica: PunicaWrapper,
+    packed: PackedModel,
+    mapper: ProbeMapper,
+    config: EngineConfig,
+    budget: StepBudget,
+) -> CapturedDecode | None:
+    """Return captured decode steps on CUDA, unless `capture_steps` is off; else None.
 
-
-def probe_static_decode(model: CausalModel, mapper: ProbeMapper, runner: StepRunner) -> None:
-    """Raise `StaticDecodeRefused` if static steps by `runner` fail or differ from dynamic ones.
-
-    They run with the fewest columns and with the most of the model's context: the latter detects a
-    model that derives positions from the number of columns.
+    The reason for capturing nothing on CUDA is logged. All slots are empty.
     """
-    columns_max = next_power_of_two(model.max_model_len)
-    for lengths, columns in ((_LENGTHS, STATIC_COLUMNS_MIN), (_LENGTHS[:1], columns_max)):
-        dynamic, static = DynamicDecode(model), StaticDecode(model, runner, columns)
-        caches = []
-        for strategy in (dynamic, static):
-            caches.append(BatchKVCache(lengths, keeps_capacity=strategy.keeps_capacity))
-            _prefill(model, mapper, lengths, caches[-1])
-        for step in range(DECODE_STEPS):
-            expected = _decode(model, mapper, dynamic, caches[0], step)
-            try:
-                found = _decode(model, mapper, static, caches[1], step)
-            except MODEL_CODE_ERRORS as error:
-                raise StaticDecodeRefused(f"{type(error).__name__}: {error}") from error
-            if runner.failure:
-                raise StaticDecodeRefused(runner.failure)
-            distance, allowed = relative_difference(found, expected), error_max(expected.dtype)
-            if not distance <= allowed:
-                raise StaticDecodeRefused(
-                    f"a static step over {columns} columns differs from a dynamic one "
-                    f"(relative norm {distance:.1e}, at most {allowed:.0e})"
-                )
+    if packed.device.type != "cuda" or config.capture_steps is False:
+        return None
+    refusal = ""
+    if not packed.model.group.is_trivial:
+        refusal = "several ranks hold the model, and wait for one another within each step"
+    elif not packed.has_kernel:
+        refusal = "attention over blocks has no kernel"
+    if not refusal:
+        runner = GraphRunner(punica, CudaCapture(packed.device))
+        return captured_or_none(packed, runner, mapper, budget)
+    _log.warning("decode steps are not captured", reason=refusal)
+    return None
 
 
-def probe_packed(model: CausalModel, map_tokens: MapTokens) -> PackedProbe:
+def captured_or_none(
+    packed: PackedModel, runner: StepRunner, mapper: ProbeMapper, budget: StepBudget
+) -> CapturedDecode | None:
+    """Return decode steps by `runner`, all captured, if the probe passes; else log the reason."""
+    captured = CapturedDecode(packed, runner)
+    # The tables of a mapping, whose place is part of a step, do not grow afterwards.
+    most = max(budget.tokens_max, captured.rows_max)
+    mapper.with_adapter(1).map(most, captured.rows_max)
+    checked = CapturedDecode(packed, SyncCheckedRunner(packed.device))
+    # An adapter without weights launches the same kernels as any other.
+    mappers = [mapper.with_adapter(adapter) for adapter in (BASE, 1)]
+    try:
+        for own in mappers:
+            probe_captured(packed, checked, own)
+        _capture_all(captured, mapper)
+        for own in mappers:
+            probe_captured(packed, captured, own)
+    except CaptureRefused as refusal:
+        _log.warning("decode steps are not captured", reason=str(refusal))
+        packed.model.record_refusal(f"decode steps are not captured: {refusal}")
+        return None
+    return captured
+
+
+def _capture_all(captured: CapturedDecode, mapper: ProbeMapper) -> None:
+    """Capture the steps of every number of rows, the largest first: it needs the most memory."""
+    rows = captured.rows_max
+    while rows:
+        for active in mapper.active_counts(rows):
+            mapper.map_active(rows, active)
+            captured.run([], rows)
+            if captured.runner.failure:
+                raise CaptureRefused(captured.runner.failure)
+        rows //= 2
+
+
+def probe_captured(packed: PackedModel, captured: CapturedDecode, mapper: ProbeMapper) -> None:
+    """Raise `CaptureRefused` if captured steps fail, or differ from passes that are not."""
+    pool = BlockPool(packed.cache.blocks)
+    tables = [BlockTable(pool, None) for _ in _LENGTHS]
+    for row, (table, length) in enumerate(zip(tables, _LENGTHS, strict=True)):
+        table.reserve(length + DECODE_STEPS)
+        tokens = [(7 * index + row + 3) % packed.model.vocab_size for index in range(length)]
+        mapper.map(length, 1)
+        packed.forward([PackedChunk(tokens, table)])
+        table.advance(length, list)
+    for step in range(DECODE_STEPS):
+        chunks = [
+            PackedChunk([(row + 11 * step) % packed.model.vocab_size], table)
+            for row, table in enumerate(tables)
+        ]
+        mapper.map(len(chunks), len(chunks))
+        expected = packed.forward(chunks)
+        rows = captured.padded_rows(len(chunks))
+        mapper.map(rows, rows)
+        try:
+            found = captured.run(chunks)
+        except MODEL_CODE_ERRORS as error:
+            raise CaptureRefused(f"{type(error).__name__}: {error}") from error
+        if captured.runner.failure:
+            raise CaptureRefused(captured.runner.failure)
+        distance, allowed = relative_difference(found, expected), error_max(expected.dtype)
+        if not distance <= allowed:
+            raise CaptureRefused(
+                f"a captured step of {len(chunks)} rows differs from a pass that is not "
+                f"(relative norm {distance:.1e}, at most {allowed:.0e})"
+            )
+        for table in tables:
+            table.advance(table.length + 1, list)
+
+
+def probe_packed(
+    model: CausalModel, map_tokens: MapTokens, attend: BlockAttention | None = None
+) -> PackedProbe:
     """Probe packed passes of a model, and measure how far back its tokens attend.
 
-    Raises `PackedRefused` with the reason if they do not give the model's own logits.
+    attend: the kernel that attends, None for PyTorch's functions. Raises `PackedRefused` with the
+    reason if they do not give the model's own logits.
     """
     if model.batching != "padded":
         reason = next(iter(model.refusals), "its layers see rows in an order of their own")
@@ -407,7 +488,7 @@ def probe_packed(model: CausalModel, map_tokens: MapTokens) -> PackedProbe:
         ]
         for row, length in enumerate(_PACKED_LENGTHS)
     ]
-    packed = PackedModel(model, 8)
+    packed = PackedModel(model, 8, attend=attend)
     try:
         found = _packed_logits(packed, tokens, map_tokens)
         map_tokens(1, 1)
@@ -483,17 +564,3 @@ def _prefill(
         mapper.map(chunk.numel(), len(chunk))
         logits = model.forward(chunk, cache)
     return logits
-
-
-def _decode(
-    model: CausalModel,
-    mapper: ProbeMapper,
-    strategy: DecodeStrategy,
-    cache: BatchKVCache,
-    step: int,
-) -> Tensor:
-    cache.grow(1)
-    rows = strategy.padded_rows(len(cache))
-    mapper.map(rows, rows)
-    tokens = (torch.arange(len(cache))[:, None] + 11 * step) % model.vocab_size
-    return strategy.run(tokens, cache)

@@ -11,12 +11,20 @@ from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.loading import load_model
+from loradock.engine.parallel import SINGLE
 from loradock.engine.punica import PunicaWrapper
 from loradock.engine.serving import startup
-from loradock.engine.serving.decoding import CudaCapture, DynamicDecode, GraphRunner, StaticDecode
-from loradock.engine.serving.startup import static_or_dynamic
+from loradock.engine.serving.budget import StepBudget
+from loradock.engine.serving.decoding import CudaCapture, GraphRunner
+from loradock.engine.serving.forward import PackedModel
+from loradock.engine.serving.startup import (
+    PackedRefused,
+    ProbeMapper,
+    captured_or_none,
+    probe_packed,
+)
 from loradock.messages.prompts import Sampling
-from tests.support.engine.decode_examples import NOT_STATIC
+from tests.support.engine.decode_examples import NOT_CAPTURED
 from tests.support.engine.generation_bench import NAMES, REQUESTS, GenerationBench
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX
 
@@ -79,10 +87,10 @@ def test_captured_generation_equals_dynamic_generation(
     requests = [
         (*REQUESTS[at % len(REQUESTS)], Sampling(max_tokens=lengths[at % 8])) for at in range(24)
     ]
-    dynamic = GenerationBench(gpu_model, adapter_root, gpu_config, **lora_fields)
+    config = replace(gpu_config, capture_steps=False)
+    dynamic = GenerationBench(gpu_model, adapter_root, config, **lora_fields)
     expected = [dynamic.alone(*request) for request in requests]
-    config = replace(gpu_config, capture_steps=True)
-    bench = GenerationBench(gpu_model, adapter_root, config, **lora_fields)
+    bench = GenerationBench(gpu_model, adapter_root, gpu_config, **lora_fields)
     for _ in range(2):
         assert run_all(bench, requests) == expected
     (steps,) = captured
@@ -101,8 +109,17 @@ def test_every_served_architecture_is_captured_or_logs_why_not(model_type: str) 
     one = next(one for one in ARCHITECTURES if one.model_type == model_type)
     model = CausalModel(one.build().to(DEVICE), LoRAConfig(), max_model_len=CONTEXT_TOKENS_MAX)
     punica = PunicaWrapper(model.device, 16, choose_kernels(model.device.type))
+    mapper = ProbeMapper(punica, 2)
+    if model_type in NOT_CAPTURED:
+        with pytest.raises(PackedRefused):
+            probe_packed(model, mapper.map, punica.attention)
+        return
+    probe_packed(model, mapper.map, punica.attention)
+    packed = PackedModel(model, 8, attend=punica.attention, sequences_max=4)
+    mapper.map(1, 1)
+    packed.allocate()
     runner = GraphRunner(punica, CudaCapture(model.device))
     with structlog.testing.capture_logs() as logs:
-        strategy = static_or_dynamic(model, punica, 2, runner)
-    assert isinstance(strategy, DynamicDecode if model_type in NOT_STATIC else StaticDecode), logs
-    assert bool(logs) == (model_type in NOT_STATIC)
+        captured = captured_or_none(packed, runner, mapper, StepBudget(64, SINGLE))
+    assert captured is not None, logs
+    assert logs == []

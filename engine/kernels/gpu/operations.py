@@ -22,6 +22,7 @@ from loradock.engine.kernels.checks import (
     check_shrink,
 )
 from loradock.engine.kernels.expert_groups import ExpertGroups
+from loradock.engine.kernels.gpu.attention import TritonAttention
 from loradock.engine.kernels.gpu.embedding import launch_lookup
 from loradock.engine.kernels.gpu.experts import (
     launch_experts_expand,
@@ -69,6 +70,7 @@ def triton_kernels(batch_invariant: bool) -> Kernels:
         experts_shrink=on_device_of_output(operations.experts_shrink),
         experts_expand=on_device_of_output(operations.experts_expand),
         plan_linear=operations.plan_linear,
+        attention=on_device_of_output(TritonAttention(batch_invariant)),
         variant_of=operations.variant_of,
     )
 

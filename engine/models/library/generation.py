@@ -104,16 +104,22 @@ def generated_logits(
 
 @contextmanager
 def use_attention(configs: Sequence[PretrainedConfig], name: str) -> Iterator[None]:
-    """Use a registered implementation in models with these configurations.
+    """Use a registered implementation in models with these configurations, without padding.
 
     `configs`: of a model, parents before their parts.
     """
     before = [config._attn_implementation for config in configs]
+    padding = [vars(config).get("pad_token_id") for config in configs]
     for config in configs:
         config._attn_implementation = name
+        # With one a model reads tokens on the host, to warn about a missing mask. Some classes
+        # accept no None.
+        vars(config)["pad_token_id"] = None
     try:
         yield
     finally:
         # A parent's assignment reaches its parts, which follow with their own values.
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
+        for config, token in zip(configs, padding, strict=True):
+            vars(config)["pad_token_id"] = token

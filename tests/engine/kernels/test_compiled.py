@@ -13,7 +13,7 @@ TENSOR_CORES = r"HMMA\..*|HGMMA\..*|UTC\w*MMA.*"
 LOADS_OF_128_BITS = r"LDG\..*128.*|LDGSTS\..*128.*"
 FLOAT_ATOMICS = r"(RED|ATOM|ATOMG)\b.*"
 LOCAL_MEMORY = r"(LDL|STL)\b.*"
-SUMS = ("sum_splits_kernel", "experts_sum_kernel")
+SUMS = ("sum_splits_kernel", "experts_sum_kernel", "merge_kernel")
 
 ALL = [
     (architecture, dtype) for architecture in LINEAR_CONFIGS for dtype in ("bf16", "fp16", "fp32")

@@ -91,7 +91,7 @@ def test_fixed_tables_have_another_identity_once_they_have_moved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grouper = Grouper(CPU, 16)
-    use_fixed_tables(grouper, monkeypatch)
+    use_fixed_tables(grouper, monkeypatch, words=24)
     # All batches are kept, so that no address is used again.
     batches, identities = [], []
     for rows in (1, 2, 40, 3, 40, 900, 1):

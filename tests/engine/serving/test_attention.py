@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 )
 
 from loradock.engine.config import LoRAConfig
+from loradock.engine.kernels.reference.attention import attend_reference
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.serving import attention
@@ -30,6 +31,8 @@ from loradock.engine.serving.attention import (
     COPY_TOKENS,
     KVSegment,
     KVSegments,
+    MaskRange,
+    MaskRanges,
     SequenceMasks,
     SequencePlace,
     longest_lookback,
@@ -43,7 +46,7 @@ from loradock.engine.serving.blocks import (
     root_key,
 )
 from loradock.engine.serving.forward import PackedModel
-from loradock.engine.serving.paged_cache import MaskFunction, PackedChunk, PackedStep
+from loradock.engine.serving.paged_cache import GatheredStep, MaskFunction, PackedChunk
 from loradock.engine.serving.startup import PackedRefused, probe_packed
 from tests.support.engine.block_memory import poison
 from tests.support.engine.engine_examples import relative_error
@@ -113,6 +116,58 @@ def test_the_reach_is_the_longest_distance_of_any_token(distances: list[int]) ->
     assert longest_lookback([function], len(distances), CPU) == max(1, longest)
 
 
+@pytest.mark.parametrize("tokens", [2, 7, 16, TOKENS - 2])
+def test_windows_and_chunks_are_ranges(tokens: int) -> None:
+    ranges, index = MaskRanges(TOKENS, CPU), torch.arange(TOKENS)
+    assert ranges.of(causal_mask_function) == MaskRange()
+    for function, expected in (
+        (window(tokens), MaskRange(window=tokens)),
+        (chunk(tokens), MaskRange(chunk=tokens)),
+    ):
+        found = ranges.of(function)
+        assert found == expected
+        assert found.lookback == tokens - 1
+        attends = function(index[0], index[0], index[:, None], index)
+        first = found.first(index)[:, None]
+        assert torch.equal(attends, (index >= first) & (index <= index[:, None]))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        bidirectional_mask_function,
+        and_masks(causal_mask_function, strided),
+        or_masks(window(5), and_masks(causal_mask_function, sinks)),
+        and_masks(window(7), chunk(20)),
+    ],
+)
+def test_a_mask_that_is_no_range_is_refused(function: MaskFunction) -> None:
+    ranges = MaskRanges(TOKENS, CPU)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="neither a window nor a chunk"):
+            ranges.of(function)
+
+
+def test_masks_of_other_numbers_or_unknown_data_are_measured_again() -> None:
+    """Functions are made anew in each pass; one over data of tokens is never known."""
+    ranges = MaskRanges(TOKENS, CPU)
+    measured: list[MaskFunction] = []
+    original = ranges._measure
+    ranges._measure = lambda function: [measured.append(function), original(function)][1]  # type: ignore[method-assign, func-returns-value]
+    for _ in range(3):
+        for function in (window(5), window(6), chunk(5), causal_mask_function):
+            ranges.of(function)
+    assert len(measured) == 4
+    bounds = torch.arange(TOKENS)
+
+    def by_token(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return causal_mask_function(row, head, bounds[query], key)
+
+    for _ in range(2):
+        ranges.of(by_token)
+    assert len(measured) == 6
+
+
 @pytest.mark.parametrize(
     ("function", "has_segments"),
     [
@@ -130,7 +185,8 @@ def test_a_row_with_gaps_in_its_mask_is_not_read_in_pieces(
         for table in tables:
             table.reserve(blocks * BLOCK_TOKENS)
     tables[0].advance(TOKENS, list)
-    masks = SequenceMasks(function, PackedStep([PackedChunk([0], tables[0])], CPU))
+    written = torch.zeros(1, dtype=torch.int64)
+    masks = SequenceMasks(function, GatheredStep([PackedChunk([0], tables[0])], written))
     segments, others = masks.divided(token_bytes=1 << 30)
     assert (segments is not None) == has_segments
     assert len(others) == (not has_segments)
@@ -344,6 +400,17 @@ def build(model_type: str, context: int = CONTEXT_TOKENS_MAX, **fields: object) 
     return CausalModel(whole, LoRAConfig(), max_model_len=context)
 
 
+def packed_of(
+    model: CausalModel, blocks: int, reads: str, lookback: int = sys.maxsize
+) -> PackedModel:
+    """Return packed passes; those of "kernel" attend by its reference."""
+    attend = attend_reference if reads == "kernel" else None
+    probe_packed(model, lambda *_: None, attend)
+    packed = PackedModel(model, blocks, lookback, attend)
+    packed.groups_decodes = reads == "groups"
+    return packed
+
+
 def alone(model: CausalModel, tokens: list[int]) -> Tensor:
     return model.forward(torch.tensor([tokens]), BatchKVCache([len(tokens)]))[0]
 
@@ -353,7 +420,7 @@ def whole(model: CausalModel, tokens: list[int]) -> Tensor:
     return model.forward_all(torch.tensor([tokens]), BatchKVCache([len(tokens)]))[0]
 
 
-@pytest.mark.parametrize("reads", ["copies", "segments", "groups"])
+@pytest.mark.parametrize("reads", ["copies", "segments", "groups", "kernel"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
 def test_rows_of_any_length_equal_the_models_own_pass(
     model_type: str, reads: str, monkeypatch: pytest.MonkeyPatch
@@ -361,9 +428,7 @@ def test_rows_of_any_length_equal_the_models_own_pass(
     """Of full attention, windows with soft-capped scores, and windows with sinks."""
     monkeypatch.setattr(attention, "CALL_BYTES", 0 if reads == "segments" else sys.maxsize)
     model = build(model_type)
-    probe_packed(model, lambda *_: None)
-    flat, pool = PackedModel(model, 32), BlockPool(32)
-    flat.groups_decodes = reads == "groups"
+    flat, pool = packed_of(model, 32, reads), BlockPool(32)
     known = [
         [(7 * at + row) % 97 for at in range(length + 2)] for row, length in enumerate(LENGTHS)
     ]
@@ -487,15 +552,14 @@ def release_in_passes(flat: PackedModel, known: list[list[int]], steps: tuple[in
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("groups_decodes", [False, True])
+@pytest.mark.parametrize("reads", ["copies", "groups", "kernel"])
 @pytest.mark.parametrize("title", WINDOWS)
-def test_tokens_before_the_window_are_not_needed(title: str, groups_decodes: bool) -> None:
+def test_tokens_before_the_window_are_not_needed(title: str, reads: str) -> None:
     """Rows of many windows, in chunks and single tokens; released blocks are overwritten."""
     model_type, fields, lookback = WINDOWS[title]
     model = build(model_type, LONG_TOKENS, max_position_embeddings=LONG_TOKENS, **fields)
     assert probe_packed(model, lambda *_: None).lookback == lookback
-    flat = PackedModel(model, 2 * blocks_of(LONG_TOKENS), lookback)
-    flat.groups_decodes = groups_decodes
+    flat = packed_of(model, 2 * blocks_of(LONG_TOKENS), reads, lookback)
     flat.allocate()
     known = [[(7 * at + 3 * row) % 97 for at in range(LONG_TOKENS)] for row in range(2)]
     steps = (37, 1, 1, 20, 1)
@@ -507,21 +571,20 @@ def test_tokens_before_the_window_are_not_needed(title: str, groups_decodes: boo
             assert relative_error(row, own[min(end, LONG_TOKENS) - 1]) < 1e-5, end
 
 
-@pytest.mark.parametrize("groups_decodes", [False, True])
+@pytest.mark.parametrize("reads", ["copies", "groups", "kernel"])
 @pytest.mark.parametrize("step", [1, 5])
-def test_a_row_that_gave_up_a_block_too_early_is_not_computed(
-    step: int, groups_decodes: bool
-) -> None:
+def test_a_row_that_gave_up_a_block_too_early_is_not_computed(step: int, reads: str) -> None:
     """Each token attends to the 20 before it, and the row keeps those of 19."""
     model = build("mistral", sliding_window=21)
-    flat = PackedModel(model, 8)
-    flat.groups_decodes = groups_decodes
+    flat = packed_of(model, 8, reads, lookback=19)
     table = BlockTable(BlockPool(8), None, lookback=19)
     table.reserve(60)
-    flat.forward([PackedChunk(list(range(35)), table)])
-    table.advance(35, list)
-    # Token 35 attends to token 15, in the first block.
-    assert table.released == 1
+    if reads != "kernel":
+        flat.forward([PackedChunk(list(range(35)), table)])
+        table.advance(35, list)
+        # Token 35 attends to token 15, in the first block.
+        assert table.released == 1
+    # A kernel's masks are compared with what rows keep, before any has given up a block.
     with pytest.raises(RuntimeError, match="blocks have been released"):
         flat.forward([PackedChunk([1] * step, table)])
 

@@ -1,11 +1,11 @@
-"""Static decode equals dynamic decode; graphs need equal launches; host syncs are found."""
+"""Captured steps equal passes; graphs need equal launches; host syncs are found."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import pytest
@@ -16,26 +16,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import grouped_mm, one_hot, scaled_dot_product_attention
 
 from loradock.engine.adapters import read_adapter
-from loradock.engine.config import EngineConfig
+from loradock.engine.config import LORA_SWITCHES, EngineConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models import binding
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.staging import stage
-from loradock.engine.serving import padded_batch, startup
+from loradock.engine.serving import startup
 from loradock.engine.serving.decoding import (
+    CapturedDecode,
     CudaCapture,
     DecodeStep,
-    DecodeStrategy,
     ForbidHostSync,
     GraphKey,
     GraphRunner,
     HostSync,
-    StaticDecode,
-    SyncCheckedRunner,
     WeakShared,
 )
+from loradock.engine.serving.forward import PackedModel, decode_mapping
+from loradock.engine.serving.startup import captured_or_none
 from loradock.messages.prompts import Sampling
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, GenerationBench
 from tests.support.engine.table_kernels import table_kernels, use_fixed_tables
@@ -45,114 +44,126 @@ pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 CPU = torch.device("cpu")
 
-UNUSED = 1e30
 
-"""The value of unused columns: finite, because attention weight 0 does not cancel a NaN."""
+class Steps(NamedTuple):
+    """A captured bench's graphs, and what each of its passes consists of.
 
-
-class Recorder:
-    """Calls every step directly, and records the tensors that a graph of its shape would keep.
-
-    `seen`: shape -> addresses of all tensors of the steps' closures since the last `invalidate`.
-    `shapes`: all shapes so far.
+    `passes`: "decode" or the tokens of each chunk, in order.
     """
 
-    failure = ""
-
-    def __init__(self) -> None:
-        self.seen: dict[Hashable, set[tuple[int, ...]]] = {}
-        self.shapes: set[Hashable] = set()
-        self.invalidated = 0
-
-    def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
-        self.shapes.add(shape)
-        self.seen.setdefault(shape, set()).add(tuple(addresses(step)))
-        return step()
-
-    def invalidate(self) -> None:
-        self.invalidated += 1
-        self.seen.clear()
-
-
-def closure_of(step: DecodeStep) -> dict[str, Any]:
-    """Return the variables of a step: its inputs, the cache and the shape."""
-    cells = zip(step.__code__.co_freevars, step.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells}
-
-
-def addresses(step: DecodeStep) -> list[int]:
-    """Return the addresses of the tensors in a step's closure: its inputs and the KV buffers."""
-    closure = closure_of(step)
-    inputs, shape = closure["inputs"], closure["shape"]
-    layers = closure["cache"].static_cache(shape.rows, shape.columns, inputs.column).layers
-    tensors = [*inputs, *(one for layer in layers for one in (layer.keys, layer.values))]
-    return [number for one in tensors for number in (one.data_ptr(), *one.stride())]
+    capture: TapeCapture
+    passes: list[Any]
 
 
 @pytest.fixture
-def make_bench(
+def steps() -> Steps:
+    return Steps(TapeCapture(), [])
+
+
+@pytest.fixture
+def bench_of(
     prepared_model: CausalModel,
     adapter_root: Path,
     engine_config: EngineConfig,
+    steps: Steps,
     monkeypatch: pytest.MonkeyPatch,
+    no_eos: None,
 ) -> Callable[..., GenerationBench]:
-    """Return a maker of benches, with static decode by a given runner."""
+    """Return a maker of benches; the last one that was made binds the model's layers."""
 
-    def make(runner: object = None, **changes: object) -> GenerationBench:
-        if runner is not None:
-            monkeypatch.setattr(
-                startup, "choose_decode", lambda model, *_: StaticDecode(model, runner)
-            )
-        return GenerationBench(
-            prepared_model, adapter_root, replace(engine_config, paged_attention=False, **changes)
-        )
+    def choose(
+        punica: PunicaWrapper, packed: PackedModel, mapper: Any, config: Any, budget: Any
+    ) -> CapturedDecode | None:
+        use_fixed_tables(punica.grouper, monkeypatch)
+        captured = captured_or_none(packed, GraphRunner(punica, steps.capture), mapper, budget)
+        assert captured is not None
+        run, forward = captured.run, packed.forward
+
+        def record_run(chunks: Any) -> Tensor:
+            steps.passes.append("decode")
+            return run(chunks)
+
+        def record_forward(chunks: Any) -> Tensor:
+            steps.passes.append([len(chunk.tokens) for chunk in chunks])
+            return forward(chunks)
+
+        monkeypatch.setattr(captured, "run", record_run)
+        monkeypatch.setattr(packed, "forward", record_forward)
+        return captured
+
+    def make(is_captured: bool, **fields: object) -> GenerationBench:
+        monkeypatch.setattr(binding, "choose_kernels", lambda *_, **__: table_kernels())
+        if is_captured:
+            monkeypatch.setattr(startup, "choose_capture", choose)
+        lora = {name: fields.pop(name) for name in tuple(fields) if name in LORA_SWITCHES}
+        config = replace(engine_config, max_num_seqs=8, **fields)
+        return GenerationBench(prepared_model, adapter_root, config, **lora)
 
     return make
 
 
-def test_sequences_that_join_leave_and_outgrow_the_buffers_change_nothing(
-    make_bench: Callable[..., GenerationBench], no_eos: None
+MakeBench = Callable[..., GenerationBench]
+
+MIXED_REQUESTS = [
+    (*REQUESTS[at % len(REQUESTS)], Sampling(max_tokens=(3, 14, 1, 9, 5, 16, 2, 40)[at % 8]))
+    for at in range(24)
+]
+
+
+@pytest.mark.parametrize("specialize_active", [False, True])
+def test_rows_that_join_and_leave_answer_as_alone_and_nothing_is_captured_meanwhile(
+    bench_of: MakeBench, steps: Steps, specialize_active: bool
 ) -> None:
-    lengths = [3, 14, 1, 9, 5, 16, 2, 90]
-    requests = [
-        (*REQUESTS[at % len(REQUESTS)], Sampling(max_tokens=lengths[at % 8])) for at in range(24)
-    ]
-    bench = make_bench()
-    expected = [bench.alone(*request) for request in requests]
-    recorder = Recorder()
-    bench = make_bench(recorder)
-    assert bench.outputs(requests, steps_between=2) == expected
-    columns = {columns for _, columns in recorder.shapes}
-    assert columns == {STATIC_COLUMNS_MIN, 2 * STATIC_COLUMNS_MIN}
-    assert all(len(addresses) == 1 for addresses in recorder.seen.values())
-    # Buffers grew a few times in rows and once in columns; nothing else reallocated them.
-    assert recorder.invalidated <= 6
+    """Prompts of three tokens and more are divided, so that chunks run next to decode steps."""
+    bench = bench_of(is_captured=False)
+    expected = [bench.alone(*request) for request in MIXED_REQUESTS]
+    bench = bench_of(True, specialize_active_lora=specialize_active, max_num_batched_tokens=8)
+    captures = steps.capture.captures
+    steps.passes.clear()
+    assert bench.outputs(MIXED_REQUESTS, steps_between=2) == expected
+    assert steps.capture.captures == captures
+    assert steps.capture.replays > steps.passes.count("decode") > 0
+    chunks = [one for one in steps.passes if one != "decode"]
+    assert len(chunks) > len(MIXED_REQUESTS) // 3
+    assert steps.passes.count("decode") > len(chunks)
 
 
-def test_an_idle_engine_keeps_its_buffers(
-    make_bench: Callable[..., GenerationBench], no_eos: None
+def test_one_graph_per_number_of_rows_with_and_without_adapters(
+    bench_of: MakeBench, steps: Steps
 ) -> None:
-    recorder = Recorder()
-    bench = make_bench(recorder)
-    first = bench.alone("mlp", PROMPTS[1])
-    assert recorder.invalidated == 1
-    for name, prompt in REQUESTS[:6]:
-        bench.start(name, prompt)
-    bench.run()
-    before = recorder.invalidated
-    assert bench.alone("mlp", PROMPTS[1]) == first
-    for name, prompt in REQUESTS[:6]:
-        bench.start(name, prompt)
-    bench.run()
-    assert recorder.invalidated == before
-    assert all(len(addresses) == 1 for addresses in recorder.seen.values())
+    bench = bench_of(True)
+    runner = bench.scheduler.batch._captured.runner
+    for has_adapters in (False, True):
+        own = [key for key in runner.keys if (key.launches.tokens is not None) == has_adapters]
+        assert sorted(key.shape for key in own) == [1, 2, 4, 8]
+    assert len(runner.keys) == steps.capture.captures == 8
 
 
-def test_a_sequence_that_overflowed_does_not_affect_the_next_one_in_its_row(
-    make_bench: Callable[..., GenerationBench], no_eos: None
+def test_an_adapter_that_replaces_another_in_its_slot_is_the_one_that_is_used(
+    bench_of: MakeBench, adapter_root: Path, steps: Steps
 ) -> None:
-    expected = make_bench().alone(None, PROMPTS[1])
-    bench = make_bench(Recorder())
+    """The same steps are replayed for adapters of other ranks, modules and places."""
+    names, sampling = ("everything", "output", "mlp", "patterns"), Sampling(max_tokens=9)
+    bench = bench_of(is_captured=False)
+    expected = [bench.alone(name, prompt, sampling) for name in names for prompt in PROMPTS]
+    bench, ops, captures = bench_of(is_captured=True), [], set()
+    target = bench.model.adapter_target(bench.lora_config)
+    for generation, name in enumerate(names, 2):
+        loaded = read_adapter(name, [adapter_root], target)
+        bench.blob = stage(loaded.model, bench.model.shapes, torch.float32)
+        fields = {"adapter_id": 10 * generation, "generation": generation}
+        bench.arena.reset(0, generation - 1)
+        bench.write(0, **fields)
+        ops += [bench.start(NAMES[0], prompt, sampling, **fields) for prompt in PROMPTS]
+        bench.run()
+        captures.add(steps.capture.captures)
+    assert [bench.output(op) for op in ops] == expected
+    assert len(captures) == 1
+
+
+def test_a_sequence_that_overflowed_does_not_affect_the_others(bench_of: MakeBench) -> None:
+    expected = bench_of(is_captured=False).alone(None, PROMPTS[1])
+    bench = bench_of(is_captured=True)
     others = [bench.start(None, PROMPTS[1]) for _ in range(2)]
     bad = bench.start(NAMES[0], PROMPTS[0])
     bench.run(steps=2)
@@ -167,95 +178,24 @@ def test_a_sequence_that_overflowed_does_not_affect_the_next_one_in_its_row(
     assert [bench.output(op) for op in (*others, *late)] == [expected] * 4
 
 
-@pytest.fixture
-def model(make_bench: Callable[..., GenerationBench]) -> CausalModel:
-    """Return the model, without a mapping."""
-    return make_bench().model
-
-
-def prefilled(model: CausalModel, lengths: tuple[int, ...], keeps_capacity: bool) -> BatchKVCache:
-    torch.manual_seed(5)
-    cache = BatchKVCache(lengths, keeps_capacity=keeps_capacity)
-    model.forward(torch.randint(0, 250, (len(lengths), max(lengths))), cache)
-    return cache
-
-
-def overwrite_unused(cache: BatchKVCache, value: float) -> None:
-    """Overwrite unused rows with NaN, and the columns that are not a row's own with `value`."""
-    for layer in cache.layers:
-        whole = layer.static_layer(*layer.capacity, torch.zeros(1, dtype=torch.int64))
-        for buffer in (whole.keys, whole.values):
-            buffer[len(cache) :] = torch.nan
-            for row, length in enumerate(cache.lengths):
-                buffer[row, :, : layer.last - length] = value
-                buffer[row, :, layer.last :] = value
-
-
-def grown(cache: BatchKVCache) -> BatchKVCache:
-    """Return `cache`, with one more token counted in every row."""
-    cache.grow(1)
-    return cache
-
-
-@pytest.mark.parametrize("lengths", [(3, 1, 7), (5,), (2, 9, 4, 4, 1)])
-def test_only_a_rows_own_columns_are_read(model: CausalModel, lengths: tuple[int, ...]) -> None:
-    dynamic, static = (prefilled(model, lengths, keeps) for keeps in (False, True))
-    decode = StaticDecode(model, SyncCheckedRunner(CPU))
-    tokens = torch.arange(len(lengths))[:, None]
-    for _ in range(3):
-        static.reserve()
-        overwrite_unused(static, UNUSED)
-        expected = model.forward(tokens, grown(dynamic))
-        found = decode.run(tokens, grown(static))
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-        assert static.width == dynamic.width
-
-
-def test_rows_that_are_unused_attend_only_to_themselves(model: CausalModel) -> None:
-    """They are reset where a sequence has left, and the others have their own values."""
-    seen = []
-
-    class Noting(SyncCheckedRunner):
-        def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
-            inputs = closure_of(step)["inputs"]
-            seen.append(torch.stack(inputs[:3], 1).tolist())
-            return super().run(step, shape)
-
-    lengths, decode = (3, 1, 7, 2, 2, 6, 1, 5), StaticDecode(model, Noting(CPU))
-    cache = prefilled(model, lengths, keeps_capacity=True)
-    decode.run(torch.arange(8)[:, None], grown(cache))
-    # A row's position is counted from 1.
-    assert seen.pop() == [[row, length + 1, length + 1] for row, length in enumerate(lengths)]
-    cache.keep([0, 2, 3, 5, 7])
-    found = decode.run(torch.arange(5)[:, None], grown(cache))
-    assert len(found) == 5
-    own = [[row, length + 2, length + 2] for row, length in enumerate((3, 7, 2, 6, 5))]
-    assert seen == [own + [[0, 1, 0]] * 3]
+def test_suspended_and_recomputed_sequences_have_their_blocks_in_the_table(
+    bench_of: MakeBench,
+) -> None:
+    """Few blocks, so that sequences lose theirs and are computed again from others."""
+    requests = [(None, tuple(range(at, at + 20)), Sampling(max_tokens=40)) for at in range(6)]
+    bench = bench_of(is_captured=False)
+    expected = [bench.alone(*request) for request in requests]
+    use = bench.scheduler.batch.kv_use
+    bench = bench_of(True, kv_cache_bytes=16 * use.size_bytes_max // use.blocks)
+    preempted = bench.record_preemptions()
+    assert bench.outputs(requests) == expected
+    assert preempted
 
 
 def test_rows_that_are_unused_are_of_the_base_model() -> None:
     running = [SimpleNamespace(command=SimpleNamespace(adapter_id=id_)) for id_ in (3, 1, 3)]
-    for rows, ids in ((3, [3, 1, 3]), (4, [3, 1, 3, 0])):
-        assert padded_batch._decode_mapping(running, rows) == LoRAMapping(ids, ids)
-
-
-def test_a_crop_on_the_left_does_not_reallocate_the_buffers(model: CausalModel) -> None:
-    dynamic, static = (prefilled(model, (2, 60, 3), keeps) for keeps in (False, True))
-    decode = StaticDecode(model, SyncCheckedRunner(CPU))
-    decode.run(torch.zeros(3, 1, dtype=torch.int64), grown(static))
-    model.forward(torch.zeros(3, 1, dtype=torch.int64), grown(dynamic))
-    before = static.buffers_key
-    for cache in (dynamic, static):
-        cache.keep([0, 2])
-    assert (static.layers[0].first, static.layers[0].last) == (57, 61)
-    for token in range(8):
-        tokens = torch.tensor([[token], [token + 1]])
-        expected = model.forward(tokens, grown(dynamic))
-        found = decode.run(tokens, grown(static))
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-    # Column 64 would have needed twice the columns, of which four are used.
-    assert static.layers[0].first == 0
-    assert static.buffers_key == before
+    for rows, ids in ((0, [3, 1, 3]), (3, [3, 1, 3]), (4, [3, 1, 3, 0])):
+        assert decode_mapping(running, rows) == LoRAMapping(ids, ids)
 
 
 SLOTS = [1, 2, 3, 4, 5, 6]
@@ -391,9 +331,6 @@ def test_the_least_recently_used_graph_is_evicted() -> None:
         assert run(number) == number
     assert made == [1, 2, 3, 2]
     assert [key.shape for key in runner.keys] == [1, 2]
-    runner.invalidate()
-    run(1)
-    assert made[-1] == 1
 
 
 def test_a_step_that_can_not_be_captured_is_called_directly() -> None:
@@ -529,76 +466,3 @@ def test_a_grouped_matmul_reads_where_pytorch_has_no_kernel_for_it(
         ends = torch.empty(2, dtype=torch.int32, device="cuda")
         with pytest.raises(HostSync) if reads else nullcontext(), ForbidHostSync(x.device):
             grouped_mm(x, matrices, offs=ends)
-
-
-LENGTHS = [3, 14, 1, 9, 5, 16, 2, 70]
-
-MIXED_REQUESTS = [
-    (*REQUESTS[at % len(REQUESTS)], Sampling(max_tokens=LENGTHS[at % 8])) for at in range(24)
-]
-
-MakeBench = Callable[..., GenerationBench]
-
-
-@pytest.fixture
-def capture() -> TapeCapture:
-    return TapeCapture()
-
-
-@pytest.fixture
-def captured_bench_of(
-    prepared_model: CausalModel,
-    adapter_root: Path,
-    engine_config: EngineConfig,
-    capture: TapeCapture,
-    monkeypatch: pytest.MonkeyPatch,
-    no_eos: None,
-) -> MakeBench:
-    """Return a maker of benches; the last one that was made binds the model's layers."""
-
-    def choose(model: CausalModel, punica: PunicaWrapper, *_: object) -> DecodeStrategy:
-        use_fixed_tables(punica.grouper, monkeypatch)
-        return StaticDecode(model, GraphRunner(punica, capture))
-
-    def make(is_captured: bool, **lora_fields: object) -> GenerationBench:
-        if is_captured:
-            monkeypatch.setattr(startup, "choose_decode", choose)
-            monkeypatch.setattr(binding, "choose_kernels", lambda *_, **__: table_kernels())
-        config = replace(engine_config, paged_attention=False)
-        return GenerationBench(prepared_model, adapter_root, config, **lora_fields)
-
-    return make
-
-
-@pytest.mark.parametrize("specialize_active", [False, True])
-def test_rows_with_adapters_that_join_and_leave_answer_as_alone(
-    captured_bench_of: MakeBench, capture: TapeCapture, specialize_active: bool
-) -> None:
-    bench = captured_bench_of(is_captured=False)
-    expected = [bench.alone(*request) for request in MIXED_REQUESTS]
-    bench = captured_bench_of(is_captured=True, specialize_active_lora=specialize_active)
-    for _ in range(2):
-        assert bench.outputs(MIXED_REQUESTS, steps_between=2) == expected
-    assert capture.captures < capture.replays / 4
-
-
-def test_an_adapter_that_replaces_another_in_its_slot_is_the_one_that_is_used(
-    captured_bench_of: MakeBench, adapter_root: Path, capture: TapeCapture
-) -> None:
-    """The same steps are replayed for adapters of other ranks, modules and places."""
-    names, sampling = ("everything", "output", "mlp", "patterns"), Sampling(max_tokens=9)
-    bench = captured_bench_of(is_captured=False)
-    expected = [bench.alone(name, prompt, sampling) for name in names for prompt in PROMPTS]
-    bench, ops, captures = captured_bench_of(is_captured=True), [], set()
-    target = bench.model.adapter_target(bench.lora_config)
-    for generation, name in enumerate(names, 2):
-        loaded = read_adapter(name, [adapter_root], target)
-        bench.blob = stage(loaded.model, bench.model.shapes, torch.float32)
-        fields = {"adapter_id": 10 * generation, "generation": generation}
-        bench.arena.reset(0, generation - 1)
-        bench.write(0, **fields)
-        ops += [bench.start(NAMES[0], prompt, sampling, **fields) for prompt in PROMPTS]
-        bench.run()
-        captures.add(capture.captures)
-    assert [bench.output(op) for op in ops] == expected
-    assert len(captures) == 1

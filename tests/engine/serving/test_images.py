@@ -3,10 +3,8 @@
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from torch import Tensor
 
 from loradock.engine.config import EngineConfig
 from loradock.engine.errors import Conflict, Malformed, ModelRefused, Overloaded
@@ -25,9 +22,8 @@ from loradock.engine.models.image_inputs import ImageInputs
 from loradock.engine.models.image_processor import ProcessedPrompt
 from loradock.engine.models.loading import load_model
 from loradock.engine.punica import MappingType
-from loradock.engine.serving import forward, prompts, startup
+from loradock.engine.serving import forward, prompts
 from loradock.engine.serving.blocks import BLOCK_TOKENS
-from loradock.engine.serving.decoding import StaticDecode
 from loradock.engine.serving.prompts import PREFETCHED_MAX, Preparation, PromptPrefetcher
 from loradock.engine.worker.engine import Engine
 from loradock.messages.commands import StartGeneration
@@ -119,28 +115,6 @@ def test_the_tokens_of_prompts_with_images_are_scored_as_by_transformers(
     driver.run()
     assert isinstance(end := driver.end(long), OperationFailed)
     assert f"all its {tokens} tokens at once" in end.message
-
-
-class DirectRunner:
-    """Calls every step directly, in place of a captured graph."""
-
-    failure = ""
-
-    def run(self, step: Callable[[], Tensor], shape: object) -> Tensor:
-        return step()
-
-    def invalidate(self) -> None:
-        """Do nothing: nothing is captured."""
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
-def test_sequences_with_images_decode_over_a_static_cache(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decode = partial(StaticDecode, runner=DirectRunner())
-    monkeypatch.setattr(startup, "choose_decode", lambda model, *_: decode(model))
-    reference = PeftReference(kind, tmp_path)
-    _check_joining(reference, ImageBench(kind, tmp_path), paged_attention=False)
 
 
 class ManualJobs:

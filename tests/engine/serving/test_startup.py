@@ -1,8 +1,9 @@
 """The choices at start: models whose decode steps can be captured, and the budget of a step."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import structlog
@@ -11,32 +12,31 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.kernels import choose_kernels
+from loradock.engine.kernels.reference import reference_kernels
+from loradock.engine.kernels.reference.attention import attend_reference
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.library.generation import cache_argument
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.pooling_model import PoolingModel
+from loradock.engine.parallel import SINGLE
 from loradock.engine.punica import PunicaWrapper
-from loradock.engine.serving.decoding import (
-    DecodeStep,
-    DynamicDecode,
-    GraphRunner,
-    StaticDecode,
-    SyncCheckedRunner,
-)
+from loradock.engine.serving.budget import StepBudget
+from loradock.engine.serving.decoding import CapturedDecode, DecodeStep, GraphRunner
+from loradock.engine.serving.forward import PackedModel
 from loradock.engine.serving.scheduler import choose_scheduler
 from loradock.engine.serving.startup import (
     STEP_S_CPU,
+    PackedRefused,
     ProbeMapper,
-    StaticDecodeRefused,
+    captured_or_none,
+    check_capture,
+    choose_attention,
     choose_budget,
-    choose_decode,
-    probe_static_decode,
-    static_or_dynamic,
+    probe_packed,
 )
-from tests.support.engine.decode_examples import NOT_STATIC
+from tests.support.engine.decode_examples import NOT_CAPTURED
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.engine.engine_examples import tiny_config
+from tests.support.engine.table_kernels import table_kernels, use_fixed_tables
 from tests.support.engine.tape_capture import TapeCapture
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.support.models.expert_adapters import make_model
@@ -54,15 +54,32 @@ def architecture(model_type: str) -> Architecture:
     return next(one for one in ARCHITECTURES if one.model_type == model_type)
 
 
-def refusal(model: CausalModel) -> str:
-    """Return why a model's steps can't be captured; empty where they can and replay correctly."""
-    punica = PunicaWrapper(model.device, 16, choose_kernels("cpu"))
+@pytest.fixture
+def punica(monkeypatch: pytest.MonkeyPatch) -> PunicaWrapper:
+    wrapper = PunicaWrapper(CPU, 16, table_kernels())
+    use_fixed_tables(wrapper.grouper, monkeypatch)
+    return wrapper
+
+
+def capture(
+    model: CausalModel,
+    punica: PunicaWrapper,
+    make_capture: Callable[[DecodeStep], DecodeStep] | None = None,
+) -> tuple[CapturedDecode | None, str]:
+    """Return a model's captured steps, and why there are none."""
+    mapper, runner = ProbeMapper(punica, 2), GraphRunner(punica, make_capture or TapeCapture())
     try:
-        for runner in (SyncCheckedRunner(CPU), GraphRunner(punica, TapeCapture())):
-            probe_static_decode(model, ProbeMapper(punica, 2), runner)
-    except StaticDecodeRefused as error:
-        return str(error)
-    return ""
+        probe_packed(model, mapper.map, punica.attention)
+    except PackedRefused as error:
+        return None, str(error)
+    packed = PackedModel(model, 8, attend=punica.attention, sequences_max=4)
+    mapper.map(1, 1)
+    packed.allocate()
+    with structlog.testing.capture_logs() as logs:
+        captured = captured_or_none(packed, runner, mapper, StepBudget(64, SINGLE))
+    reasons = [log["reason"] for log in logs if log["event"] == "decode steps are not captured"]
+    assert list(model.refusals[-1:]) == [f"decode steps are not captured: {r}" for r in reasons]
+    return captured, "".join(reasons)
 
 
 def prepare(model: object, context: int = CONTEXT_TOKENS_MAX) -> CausalModel:
@@ -70,22 +87,21 @@ def prepare(model: object, context: int = CONTEXT_TOKENS_MAX) -> CausalModel:
 
 
 @pytest.mark.parametrize("model_type", SERVED)
-def test_every_served_architecture_is_probed(model_type: str) -> None:
-    found = refusal(prepare(architecture(model_type).build()))
-    assert NOT_STATIC.get(model_type, "") in found
-    assert bool(found) == (model_type in NOT_STATIC)
+def test_every_architecture_with_packed_passes_is_captured(
+    model_type: str, punica: PunicaWrapper
+) -> None:
+    model = prepare(architecture(model_type).build())
+    captured, reason = capture(model, punica)
+    assert (captured is None) == (model_type in NOT_CAPTURED), reason
+    assert NOT_CAPTURED.get(model_type, "") in reason
+    assert bool(reason) == (captured is None)
 
 
 @pytest.mark.parametrize("family", SERVED_FAMILIES)
-def test_experts_are_routed_without_a_host_sync(family: str) -> None:
-    assert refusal(prepare(make_model(family))) == ""
-
-
-def test_a_window_wider_than_the_short_probe_is_found_with_the_most_columns() -> None:
-    row = architecture("gpt_neo")
-    fields = {**row.fields, "window_size": 64, "max_position_embeddings": 256}
-    model = prepare(replace(row, fields=fields).build(), context=256)
-    assert "static step over 256 columns differs" in refusal(model)
+def test_experts_are_routed_without_a_host_sync(family: str, punica: PunicaWrapper) -> None:
+    _, reason = capture(prepare(make_model(family)), punica)
+    assert bool(reason) == (family in NOT_CAPTURED), reason
+    assert NOT_CAPTURED.get(family, "") in reason
 
 
 def dynamic_rope() -> LlamaForCausalLM:
@@ -97,18 +113,9 @@ def dynamic_rope() -> LlamaForCausalLM:
 class ReadsTokens(LlamaForCausalLM):
     """Reads the tokens on the host."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, **others: object) -> object:
-        if input_ids.shape[1] == 1 and bool((input_ids == 255).any()):
-            attention_mask = attention_mask.clone()
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **others)
-
-
-class CountsColumns(LlamaForCausalLM):
-    """Needs the number of columns so far as a Python number."""
-
     def forward(self, input_ids: Tensor, **others: object) -> object:
-        cache = others.get(cache_argument(self))
-        assert cache is None or isinstance(cache.get_seq_length(), int)
+        if bool((input_ids == 255).any()):
+            input_ids = input_ids.clone()
         return super().forward(input_ids=input_ids, **others)
 
 
@@ -117,17 +124,13 @@ class CountsColumns(LlamaForCausalLM):
     [
         (dynamic_rope, "HostSync: aten._unique2"),
         (lambda: ReadsTokens(tiny_config()), "HostSync: aten.item"),
-        (lambda: CountsColumns(tiny_config()), "AssertionError"),
     ],
 )
-def test_a_model_that_reads_on_the_host_is_refused(make: Callable[[], object], reason: str) -> None:
+def test_a_model_that_reads_on_the_host_is_refused(
+    make: Callable[[], object], reason: str, punica: PunicaWrapper
+) -> None:
     torch.manual_seed(0)
-    assert reason in refusal(prepare(make()))
-
-
-@pytest.fixture
-def punica(prepared_model: CausalModel) -> PunicaWrapper:
-    return PunicaWrapper(prepared_model.device, 16, choose_kernels("cpu"))
+    assert reason in capture(prepare(make()), punica)[1]
 
 
 def test_a_cpu_captures_nothing(
@@ -138,10 +141,7 @@ def test_a_cpu_captures_nothing(
 
 
 def test_ranks_and_models_that_embed_capture_nothing(
-    prepared_model: CausalModel,
-    punica: PunicaWrapper,
-    engine_config: EngineConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    prepared_model: CausalModel, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(engine_config, capture_steps=True)
 
@@ -150,53 +150,60 @@ def test_ranks_and_models_that_embed_capture_nothing(
 
     monkeypatch.setattr(prepared_model, "group", Two())
     with pytest.raises(ValueError, match="several ranks"):
-        choose_decode(prepared_model, punica, 2, config)
+        check_capture(prepared_model, config)
     embedder = PoolingModel(EMBEDDERS[0].make(), LoRAConfig(), task="embed")
     with pytest.raises(ValueError, match="served to embed"):
         choose_scheduler(embedder, punica, None, config, None, None)
 
 
-def test_steps_of_the_base_and_of_an_adapter_are_tried(punica: PunicaWrapper) -> None:
+def test_steps_of_the_base_and_of_an_adapter_are_captured(punica: PunicaWrapper) -> None:
     """They launch different kernels."""
-    launched = set()
-
-    class Noting(SyncCheckedRunner):
-        def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
-            launched.add(punica.launch_key.tokens is not None)
-            return super().run(step, shape)
-
-    model = prepare(architecture("llama").build())
-    assert isinstance(static_or_dynamic(model, punica, 2, Noting(CPU)), StaticDecode)
+    captured, _ = capture(prepare(architecture("llama").build()), punica)
+    assert captured is not None
+    assert isinstance(captured.runner, GraphRunner)
+    launched = {key.launches.tokens is not None for key in captured.runner.keys}
     assert launched == {False, True}
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("llama", StaticDecode), ("mpt", DynamicDecode)])
-def test_the_reason_for_capturing_nothing_is_logged(
-    punica: PunicaWrapper, model_type: str, kind: type
-) -> None:
-    model = prepare(architecture(model_type).build())
-    with structlog.testing.capture_logs() as logs:
-        strategy = static_or_dynamic(model, punica, 2, SyncCheckedRunner(CPU))
-    assert isinstance(strategy, kind)
-    if kind is DynamicDecode:
-        (log,) = logs
-        assert log["event"] == "decode steps are not captured"
-        assert "HostSync" in log["reason"]
-    else:
-        assert logs == []
-
-
-def test_a_step_whose_capture_fails_at_start_is_never_captured(
-    punica: PunicaWrapper,
-) -> None:
-    def capture(step: DecodeStep) -> DecodeStep:
+def test_a_step_whose_capture_fails_at_start_is_never_captured(punica: PunicaWrapper) -> None:
+    def fail(step: DecodeStep) -> DecodeStep:
         raise RuntimeError("no graphs today")
 
     model = prepare(architecture("llama").build())
+    captured, reason = capture(model, punica, fail)
+    assert captured is None
+    assert "no graphs today" in reason
+
+
+def attend_wrongly(y: Tensor, *operands: Any) -> None:
+    attend_reference(y, *operands)
+    y.mul_(1.01)
+
+
+def refuse(*_: Any) -> None:
+    raise RuntimeError("no kernel today")
+
+
+@pytest.mark.parametrize(
+    ("attend", "backend", "is_used", "reason"),
+    [
+        (attend_reference, "auto", True, ""),
+        (attend_reference, "torch", False, ""),
+        (attend_wrongly, "auto", False, "differs from the model's own"),
+        (refuse, "auto", False, "no kernel today"),
+    ],
+)
+def test_a_kernel_attends_if_its_logits_are_the_models_own(
+    attend: Any, backend: str, is_used: bool, reason: str, engine_config: EngineConfig
+) -> None:
+    model = prepare(architecture("llama").build())
+    punica = PunicaWrapper(CPU, 16, reference_kernels(False)._replace(attention=attend))
+    config = replace(engine_config, attention_backend=backend)
     with structlog.testing.capture_logs() as logs:
-        strategy = static_or_dynamic(model, punica, 2, GraphRunner(punica, capture))
-    assert isinstance(strategy, DynamicDecode)
-    assert "no graphs today" in logs[-1]["reason"]
+        chosen, _ = choose_attention(model, punica, ProbeMapper(punica, 2), config)
+    assert chosen is (attend if is_used else None)
+    assert [reason in log["reason"] for log in logs] == [True] * bool(reason)
+    assert any(reason in one for one in model.refusals) == bool(reason)
 
 
 @pytest.fixture

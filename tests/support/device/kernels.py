@@ -70,7 +70,7 @@ def _launch(kernel: Any, run: Callable[..., Any], grid: Any, args: Any, kwargs: 
     inner, options = [unwrap(arg) for arg in args], {k: unwrap(v) for k, v in kwargs.items()}
 
     def step() -> None:
-        if skipping.is_on:
+        if skipping.is_on and name not in skipping.runs:
             return
         with _patched_once():
             run(kernel, *inner, grid=grid, warmup=False, **options)

@@ -4,7 +4,7 @@ Every operation is checked as CUDA would (no mixed devices), recorded (launches,
 accesses), and then run on the tensors in host memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -55,19 +55,24 @@ _MASKS: Final = (torch.bool, torch.uint8)
 
 class _Skipping:
     is_on = False
+    runs: frozenset[str] = frozenset()
 
 
 skipping: Final = _Skipping()
 
 
 @contextmanager
-def skipped_kernels() -> Iterator[None]:
-    """Count the launches of Triton kernels, and don't run them: new memory is filled with zeros."""
-    skipping.is_on = True
+def skipped_kernels(runs: Iterable[str] = ()) -> Iterator[None]:
+    """Count the launches of Triton kernels, and don't run them: new memory is filled with zeros.
+
+    runs: the kernels that are run.
+    """
+    before = skipping.is_on, skipping.runs
+    skipping.is_on, skipping.runs = True, frozenset(runs)
     try:
         yield
     finally:
-        skipping.is_on = False
+        skipping.is_on, skipping.runs = before
 
 
 class SimulatedTensor(Tensor):

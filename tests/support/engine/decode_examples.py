@@ -1,12 +1,21 @@
-"""The architectures whose decode steps stay dynamic, and why; all others can be captured."""
+"""The architectures whose decode steps are not captured, and why; all others are."""
 
 from typing import Final
 
-NOT_STATIC: Final = {
-    "gpt_neo": "static step over 64 columns differs",
-    "mpt": "HostSync",
-    "xglm": "HostSync",
+NOT_CAPTURED: Final = {
+    "bloom": "accepts no positions",
+    "deepseek_v2": "KeyError",
+    "deepseek_v3": "KeyError",
+    "diffllama": "differs from the model's own",
+    "doge": "AttributeError",
+    "falcon": "TypeError",
+    "gpt_neo": "TypeError",
+    "minicpm3": "KeyError",
+    "mpt": "accepts no positions",
+    "xglm": "AttributeError",
 }
-"""`model_type` -> a part of the reason. The first counts its window from the last column; the
-others compare the columns so far with the length of a table.
+"""`model_type` -> a part of the reason. None of them has packed passes.
+
+A KeyError is of a model that expands the keys that its cache returned, the other errors are of
+masks that it changes.
 """

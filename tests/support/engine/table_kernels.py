@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from loradock.engine.kernels.block_attention import AttentionOptions, BlockOperands
 from loradock.engine.kernels.interface import Kernels
 from loradock.engine.kernels.operands import Groups, LoRASlices
 from loradock.engine.kernels.reference import reference_kernels
+from loradock.engine.kernels.reference.attention import attend_reference
 from loradock.engine.layout import aligned_elements
-from loradock.engine.punica import grouping
-from loradock.engine.punica.grouping import Grouper, _DeviceBuffer
+from loradock.engine.punica.grouping import DeviceBuffer, Grouper
 
 CPU = torch.device("cpu")
 
@@ -29,8 +30,10 @@ class _NoStream:
         """Do nothing."""
 
 
-def use_fixed_tables(grouper: Grouper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a grouper's tables have fixed addresses until they grow, as on a GPU."""
+def use_fixed_tables(
+    grouper: Grouper, monkeypatch: pytest.MonkeyPatch, words: int = 6 << 13
+) -> None:
+    """Let a grouper's tables have fixed addresses until they need more words, as on a GPU."""
     zeros = torch.zeros
 
     def pageable_zeros(*size: int, pin_memory: bool = False, **fields: Any) -> Tensor:
@@ -41,14 +44,46 @@ def use_fixed_tables(grouper: Grouper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "zeros", pageable_zeros)
     monkeypatch.setattr(torch.cuda, "Event", _NoStream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: _NoStream())
-    # They are to grow: larger ones are a reason to capture again.
-    monkeypatch.setattr(grouping, "INITIAL_TOKENS", 4)
-    grouper._buffer = _DeviceBuffer(CPU)
+    grouper._buffer = DeviceBuffer(CPU, words)
 
 
 def table_kernels() -> Kernels:
-    """Return kernels whose products of linear layers read nothing but tables."""
-    return reference_kernels(False)._replace(linear=_linear)
+    """Return kernels whose products of linear layers, and attention, read nothing but tables."""
+    return reference_kernels(False)._replace(linear=_linear, attention=_attend)
+
+
+def _attend(
+    y: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    blocks: BlockOperands,
+    options: AttentionOptions,
+) -> None:
+    """Compute as `attend_reference` does; decode steps read all entries of their tables' rows."""
+    if not blocks.is_decode:
+        attend_reference(y, query, keys, values, blocks, options)
+        return
+    inside = torch.arange(blocks.block_tokens)
+    places = blocks.table[blocks.rows][:, :, None] * blocks.block_tokens + inside
+    places = places.flatten(1)
+    index = torch.arange(places.shape[1])
+    attends = index <= blocks.firsts[:, None]
+    if options.window:
+        attends &= index > blocks.firsts[:, None] - options.window
+    rows, heads, width = len(places), *query.shape[::2]
+    grouped = query.transpose(0, 1).reshape(rows, len(keys), -1, width)
+    masked = [one[:, places].masked_fill(~attends[..., None], 0.0) for one in (keys, values)]
+    own_keys, own_values = (one.transpose(0, 1) for one in masked)
+    scores = grouped @ own_keys.mT * (width**-0.5 if options.scale is None else options.scale)
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~attends[:, None, None], -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.view(1, len(keys), -1, 1).expand(rows, -1, -1, 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : places.shape[1]]
+    y.copy_((weights @ own_values).reshape(rows, heads, -1))
 
 
 def _linear(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float) -> None:

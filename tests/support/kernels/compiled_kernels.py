@@ -15,6 +15,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from loradock.engine.kernels.gpu.attention import (
+    DECODE,
+    MERGED_HEADS,
+    PREFILL,
+    AttentionConfig,
+    attend_kernel,
+    attention_constants,
+    merge_kernel,
+)
 from loradock.engine.kernels.gpu.embedding import lookup_kernel
 from loradock.engine.kernels.gpu.experts import (
     experts_expand_kernel,
@@ -58,7 +67,10 @@ TABLES = {
     "rows": "*i64",
 }
 PAIRS = {"tile_starts": "*i64", "keys": "*i64", "pairs": "*i64"}
-NOT_ALIGNED = {"directory_stride", "y_offset", "experts", "pair_count"}
+NOT_ALIGNED = {
+    *("directory_stride", "y_offset", "experts", "pair_count", "heads", "table_stride"),
+    *("row_count", "part_rows", "part_count", "window", "chunk"),
+}
 """Arguments without a promised alignment; others are multiples of 16 in every model."""
 
 
@@ -149,6 +161,7 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
     )
     for config in EXPERTS_CONFIGS[architecture].values():
         yield from _experts_jobs(config, dtype)
+    yield from _attention_jobs(dtype)
 
 
 def _expand_jobs(splits: int, config: ExpandConfig, dtype: str) -> Iterator[Job]:
@@ -199,6 +212,47 @@ def _experts_jobs(config: ExpertsConfig, dtype: str) -> Iterator[Job]:
             },
             *(expand.warps, expand.stages),
         )
+
+
+def _attention_jobs(dtype: str) -> Iterator[Job]:
+    """Yield a decode step in parts with all options, a prefill, and the merge, of heads of 128."""
+    yield _attention_job(dtype, DECODE, has_options=True)
+    if dtype != "fp32":
+        yield _attention_job(dtype, PREFILL, has_options=False)
+    own = f"*{dtype}"
+    yield Job(
+        merge_kernel,
+        {"y": own, "parts": "*fp32", "sums": "*fp32", "sinks": own},
+        {"V_WIDTH": 128, "HAS_SINKS": True, "BLOCK_H": MERGED_HEADS, "BLOCK_V": 128},
+        *(1, 3),
+    )
+
+
+def _attention_job(dtype: str, config: AttentionConfig, has_options: bool) -> Job:
+    own, tables = f"*{dtype}", {"begins": "*i64", "firsts": "*i64", "rows": "*i64", "table": "*i32"}
+    constants = attention_constants(config, 4, 128, 128, ITEM_BYTES[dtype])
+    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    return Job(
+        attend_kernel,
+        {
+            **tables,
+            **dict.fromkeys(("q", "k", "v", "sinks"), own),
+            "y": "*fp32" if has_options else own,
+            "sums": "*fp32",
+            "scale": "fp32",
+            "softcap": "fp32",
+        },
+        {
+            **constants,
+            "BLOCK_TOKENS": 16,
+            "PART_TOKENS": 0,
+            "HAS_CAP": has_options,
+            "HAS_SINKS": has_options,
+            "IS_WHOLE": not has_options,
+            "IS_DECODE": has_options,
+        },
+        *(warps, stages),
+    )
 
 
 def build(job: Job, architecture: int, folder: Path) -> Compiled:
