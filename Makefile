@@ -13,6 +13,7 @@ CORE_TESTS := tests/controller/core tests/controller/states
 ONLY   ?=
 ROOM   ?=
 SEED   ?=
+STAGES ?=
 N      ?= 20000
 STEPS  ?= 200
 DIR    ?= .loradock-demo
@@ -128,8 +129,8 @@ rehearse: $(STAMP)  ## run the engine on a simulated CUDA device, and print a de
 	  tests/rehearsal tests/integration/test_engine_gpu.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearse
 
-gpu: $(STAMP)  ## run the tests and benchmarks that need a CUDA device
-	$(BIN)/python -m benchmarks.gpu
+gpu: $(STAMP)  ## what needs a CUDA device: smoke, step, kernels, tune, tests (STAGES="smoke step")
+	$(BIN)/python -m benchmarks.gpu $(STAGES)
 
 replay: $(STAMP)  ## replay the demo's log and compare its digests (DIR=...)
 	$(BIN)/loradock --dir $(DIR) replay

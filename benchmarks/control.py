@@ -31,8 +31,8 @@ from loradock.controller.log.replay import replay
 from loradock.controller.log.segments import read
 from loradock.controller.log.writer import Log
 from loradock.controller.server.config import ServerConfig
-from loradock.controller.server.transport import endpoint
 from loradock.controller.states.machine import build, next_state
+from loradock.messages.addresses import endpoint
 from loradock.messages.ids import CPU_CACHED, PINNED
 from loradock.messages.records import FORMAT, Header, Record
 from loradock.messages.requests import HoldAdapter, LoadAdapter, ReleaseAdapter, Request

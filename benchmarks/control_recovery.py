@@ -28,7 +28,7 @@ from loradock.controller.log.snapshots import WorldState, read_snapshot, snapsho
 from loradock.controller.log.snapshotter import SnapshotOrder, make_snapshot
 from loradock.controller.log.writer import Log
 from loradock.controller.server.config import ServerConfig
-from loradock.controller.server.transport import endpoint
+from loradock.messages.addresses import endpoint
 from loradock.messages.ids import Seq
 from loradock.messages.records import FORMAT, Header, Record
 from loradock.messages.requests import LoadAdapter, ReleaseAdapter

@@ -61,7 +61,7 @@ class Bench:
         self.model.bind(self.arena, self.punica)
         self.ids = list(range(1, adapters + 1))
         for slot, id_ in enumerate(self.ids):
-            blob = stage(self._adapter(id_), shapes, torch.float32, pin=False)
+            blob = stage(self._adapter(id_), shapes, torch.float32)
             self.arena.begin_write(slot, 1, blob)
             self.arena.finish_write(slot)
 

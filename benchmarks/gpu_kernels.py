@@ -1,16 +1,13 @@
 """`python -m benchmarks.gpu_kernels`: the cost of the linear operation, cell by cell.
 
-Writes microseconds, the share of the measured copy bandwidth, and the ratio to the base layer's
-GEMM, with the targets, to `gpu-<device>.md` and `.json` in this directory. A cell is timed only
-after its result was compared with the reference. Only PyTorch and Triton are required.
+Appends microseconds, the share of the measured copy bandwidth, and the ratio to the base layer's
+GEMM to the figures of `make gpu`, and writes them with the targets to `gpu-<device>.md`. A cell is
+timed only after its result was compared with the reference. Only PyTorch and Triton are required.
 """
 
-import json
-import re
 import sys
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -25,6 +22,7 @@ from benchmarks.device_layers import (
     layer_of,
     microseconds,
 )
+from benchmarks.gpu_lines import append, figures_path
 from loradock.engine.kernels import choose_kernels
 
 TOKENS: Final = (1, 8, 32, 64, 256, 2048)
@@ -63,7 +61,7 @@ class CellFigures(NamedTuple):
 
 
 def main() -> int:
-    """Measure every cell and write both files."""
+    """Measure every cell and write the document."""
     if not torch.cuda.is_available():
         print("no CUDA device: nothing is measured")
         return 0
@@ -72,7 +70,7 @@ def main() -> int:
     measured = []
     for name, cell in cells():
         measured.append(measure(name, cell, flush, bandwidth))
-        print(json.dumps(measured[-1]._asdict()), flush=True)
+        append("kernels", **measured[-1]._asdict())
     both = (RANK_8_AMONG_8, RANK_8_AMONG_256)
     padding_us = [measure("8", cell, flush, bandwidth).microseconds for cell in both]
     write(measured, bandwidth, padding_us)
@@ -115,12 +113,9 @@ def check(cell: Cell, linear, operands) -> None:
 
 
 def write(measured: list[CellFigures], bandwidth: float, padding_us: list[float]) -> None:
-    """Write both files, named after the device."""
-    device = torch.cuda.get_device_name()
-    path = Path(__file__).parent / f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower())}"
-    encoded = json.dumps([one._asdict() for one in measured], indent=2)
-    path.with_suffix(".json").write_text(encoded + "\n")
-    path.with_suffix(".md").write_text(document(device, measured, bandwidth, padding_us))
+    """Write the document, named after the device."""
+    text = document(torch.cuda.get_device_name(), measured, bandwidth, padding_us)
+    figures_path().with_suffix(".md").write_text(text)
 
 
 def document(

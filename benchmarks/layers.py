@@ -153,7 +153,7 @@ def _with_unpackable_layers(model: PreTrainedModel) -> PreTrainedModel:
 
 def _ours(model: PreTrainedModel, adapters: list[LoRAModel]) -> Variant:
     prepared = CausalModel(model, LoRAConfig(max_lora_rank=RANK, max_loras=ADAPTERS))
-    blobs = [stage(one, prepared.shapes, torch.float32, pin=False) for one in adapters]
+    blobs = [stage(one, prepared.shapes, torch.float32) for one in adapters]
     size_bytes = sum(blob.size_bytes for blob in blobs)
     arena = Arena(ADAPTERS, prepared.shapes, size_bytes, torch.float32, "cpu")
     punica = PunicaWrapper(prepared.device, RANK, choose_kernels("cpu"))

@@ -70,7 +70,7 @@ def _hybrid() -> Figure:
 def _bound(model: CausalModel) -> PunicaWrapper:
     """Bind the model to an arena with an adapter of full size in each slot."""
     blobs = [
-        stage(dummy_adapter(number, RANK, model.shapes, {}), model.shapes, torch.float32, False)
+        stage(dummy_adapter(number, RANK, model.shapes, {}), model.shapes, torch.float32)
         for number in range(1, ADAPTERS + 1)
     ]
     size_bytes = sum(blob.size_bytes for blob in blobs)

@@ -102,7 +102,7 @@ class _Place(NamedTuple):
 
     def stage(self, loaded: LoadedAdapter) -> Blob:
         shapes = tuple(self.modules.values())
-        return stage(loaded.model, shapes, torch.bfloat16, pin=False)
+        return stage(loaded.model, shapes, torch.bfloat16)
 
     def arena(self, blob: Blob) -> Arena:
         shapes = tuple(self.modules.values())

@@ -40,8 +40,8 @@ from loradock.controller.core.limits import Limits
 from loradock.controller.server.clients import CLIENTS_MAX
 from loradock.controller.server.config import ServerConfig
 from loradock.controller.server.event_stream import EVENTS_KEPT
-from loradock.controller.server.transport import endpoint
 from loradock.gateway.options import GatewayConfig
+from loradock.messages.addresses import endpoint
 from loradock.messages.engine_options import EngineOptions
 from loradock.messages.errors import LoradockError
 from loradock.messages.requests import EvictAdapter, HoldAdapter, ReleaseAdapter, StatusShown

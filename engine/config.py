@@ -19,6 +19,7 @@ import torch
 from loradock.messages.engine_options import (
     DEVICE_BYTES_DEFAULT,
     DTYPES,
+    PINNED_BYTES_DEFAULT,
     EngineOptions,
     LoRAOptions,
 )
@@ -215,12 +216,14 @@ class EngineConfig(EngineOptions):
     """Configuration of an engine: the options that a server has, and what it is started with.
 
     `adapter_roots`: directories that adapters are loaded from. `device_bytes_max`: the arena's
-    size. Raises `ValueError`.
+    size. `pinned_bytes_max`: page-locked host memory, reserved at start if blobs are page-locked.
+    Raises `ValueError`.
     """
 
     model_directory: Path
     adapter_roots: tuple[Path, ...] = ()
     device_bytes_max: int = DEVICE_BYTES_DEFAULT
+    pinned_bytes_max: int = PINNED_BYTES_DEFAULT
     adapter_bounds: AdapterBounds = field(default_factory=AdapterBounds)
 
     def __post_init__(self) -> None:
@@ -230,7 +233,7 @@ class EngineConfig(EngineOptions):
             )
         object.__setattr__(self, "model_directory", Path(self.model_directory))
         object.__setattr__(self, "adapter_roots", tuple(Path(p) for p in self.adapter_roots))
-        _check_positive(self, ("device_bytes_max",))
+        _check_positive(self, ("device_bytes_max", "pinned_bytes_max"))
         check_options(self)
         if self.pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory must be false or None without CUDA, got True")

@@ -25,7 +25,6 @@ import torch
 from loradock.messages.errors import (
     DETAIL_CHARACTERS_MAX,
     DETAILS_MAX,
-    ERRORS,
     AdapterConfigRefused,
     AdapterDoesNotFit,
     AdapterNotFound,
@@ -43,6 +42,7 @@ from loradock.messages.errors import (
     Overloaded,
     PathNotAllowed,
     UnknownAdapter,
+    error_of,
     text_of,
 )
 
@@ -74,6 +74,7 @@ __all__ = [
     "code_of",
     "details_of",
     "error_of",
+    "is_device_out_of_memory",
     "is_out_of_memory",
     "text_of",
 ]
@@ -115,20 +116,29 @@ MODEL_CODE_ERRORS: Final = (
 """Exceptions of a model's own code when it is called in a way that it does not support."""
 
 
+_DEVICE_OUT_OF_MEMORY: Final = (
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+    # A library's handle takes memory too, and its creation says no more than this.
+    *("CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED"),
+    # PyTorch's and Triton's own texts for an error of the driver.
+    *("CUDA error: out of memory", "Triton Error [CUDA]: out of memory"),
+)
+
+
+def is_device_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is a lack of device memory: of PyTorch, its libraries or Triton."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(t in str(error) for t in _DEVICE_OUT_OF_MEMORY)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is a lack of memory; on a CPU, torch reports it as a plain
     RuntimeError.
     """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, MemoryError) or is_device_out_of_memory(error):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def error_of(code: ErrorCode, message: str, details: tuple[str, ...] = ()) -> LoradockError:
-    """Return an error with this code."""
-    error = ERRORS[code](message)
-    error.details = details
-    return error
 
 
 def bounded_details(findings: Sequence[str]) -> tuple[str, ...]:
@@ -146,9 +156,8 @@ def details_of(error: BaseException) -> tuple[str, ...]:
 
 def code_of(error: BaseException) -> ErrorCode:
     """Return the code to report for an error; an unexpected error counts as `ENGINE_GONE`."""
-    match error:
-        case LoradockError():
-            return error.code
-        case torch.OutOfMemoryError():
-            return ErrorCode.DEVICE_OUT_OF_MEMORY
+    if isinstance(error, LoradockError):
+        return error.code
+    if is_device_out_of_memory(error):
+        return ErrorCode.DEVICE_OUT_OF_MEMORY
     return ErrorCode.NO_ROOM if is_out_of_memory(error) else ErrorCode.ENGINE_GONE

@@ -1,4 +1,4 @@
-"""Allocation of memory: on the host, pageable or page-locked, and on the device, aligned."""
+"""Allocation of memory: pageable on the host, and aligned on the device."""
 
 import ctypes
 import math
@@ -15,21 +15,20 @@ _HUGE_PAGES_MIN: Final = 2
 _MADV_HUGEPAGE: Final = 14
 
 
-def allocate_host(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
-    """Return an uninitialised host tensor, page-locked if `pin`; raises `HostOutOfMemory`.
+def allocate_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised host tensor; raises `HostOutOfMemory`.
 
-    Large pageable memory is in huge pages if the system has them: the first access to 84 MB in
+    Large memory is in huge pages if the system has them: the first access to 84 MB in
     small ones took eight times as long as a copy of the same bytes, and twice with huge ones.
     """
     try:
-        tensor = torch.empty(shape, dtype=dtype, pin_memory=pin)
+        tensor = torch.empty(shape, dtype=dtype)
     except RuntimeError as error:
-        kind = "page-locked" if pin else "pageable"
         raise HostOutOfMemory(
-            f"{math.prod(shape) * dtype.itemsize} bytes of {kind} host memory can't be allocated "
+            f"{math.prod(shape) * dtype.itemsize} bytes of pageable host memory can't be allocated "
             f"({str(error)[:200]}); remove an adapter"
         ) from error
-    if not pin and sys.platform == "linux":
+    if sys.platform == "linux":
         _advise_huge_pages(tensor)
     return tensor
 

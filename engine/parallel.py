@@ -3,6 +3,10 @@
 Every call is collective: all ranks must make the same calls in the same order, from one thread. If
 a rank does not join a call, the call ends with `RankLost` within `TIMEOUT_S` on all others. A group
 of one makes no calls, so that a single process needs no torch.distributed.
+
+On CUDA, sums and gathers return before they have run. If a rank is lost meanwhile, NCCL's watchdog
+finds it within `TIMEOUT_S`, prints the reason and aborts the process, which no Python code can turn
+into `RankLost`. The engine's supervisor sees a process that has ended, as after any other crash.
 """
 
 import os

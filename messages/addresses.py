@@ -1,6 +1,8 @@
 """The addresses of a controller: sockets in its directory, or three ports of one host."""
 
+import os
 import re
+from pathlib import Path
 from typing import Final
 
 SOCKET_PATH_BYTES_MAX: Final = 107
@@ -11,6 +13,18 @@ ENGINE_PORT_OFFSET: Final = 2
 
 _ADDRESS: Final = re.compile(r"tcp://([^:/\s]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})\Z")
 _PORT_MAX: Final = 65_535 - ENGINE_PORT_OFFSET
+
+
+def endpoint(directory: Path, name: str) -> str:
+    """Return the address of a socket in a directory; raises `ValueError` if it is too long."""
+    path = os.fspath(directory / "run" / name)
+    size = len(os.fsencode(path))
+    if size > SOCKET_PATH_BYTES_MAX:
+        raise ValueError(
+            f"the socket path {path} has {size} bytes and Unix allows {SOCKET_PATH_BYTES_MAX}; use "
+            "a shorter directory, or in a client a relative one"
+        )
+    return f"ipc://{path}"
 
 
 def with_port_offset(address: str, offset: int) -> str:

@@ -51,7 +51,7 @@ class ChangeSettings(_Request, frozen=True):
 
 
 class StopServer(_Request, frozen=True):
-    """End the server; `timeout_ms`: how long requests in progress may take to end before."""
+    """End the server; `timeout_ms`: the time that requests in progress have to end."""
 
     timeout_ms: TimeoutMs = 0
 

@@ -19,7 +19,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 """The least important lines of the log that are written."""
 
 LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that `max_lora_rank` may have."""
+"""The values that `max_lora_rank` can have."""
 
 DTYPES: Final = ("float16", "bfloat16", "float32")
 """The data types of weights."""
@@ -40,8 +40,30 @@ QUANTIZATIONS: Final = (
 
 ADAPTER_WEIGHT_MAX: Final = 1000
 DEVICE_BYTES_DEFAULT: Final = 1 << 30
+PINNED_BYTES_DEFAULT: Final = 4 << 30
 STEP_TIMEOUT_MS: Final = 300_000
 
+
+AdapterRoots = Annotated[
+    tuple[str, ...],
+    option(
+        "Directory to load adapters from; repeat for several. Adapters outside are refused; links "
+        "can lead to places below a root. Default: none, so that no adapter can be loaded.",
+        metavar="DIRECTORY",
+        is_common=True,
+    ),
+]
+
+MaxLoras = Annotated[
+    int,
+    option(
+        "Device slots: the largest number of different adapters in one batch.",
+        ge=1,
+        le=65_536,
+        former="--slots",
+        is_common=True,
+    ),
+]
 
 TensorParallelSize = Annotated[
     int,
@@ -181,8 +203,8 @@ class EngineOptions:
         int,
         option(
             "Largest number of tokens per step; longer prompts are processed in chunks, so that "
-            "running sequences continue meanwhile. 0 chooses it from the model's speed when it is "
-            "loaded.",
+            "running sequences continue meanwhile. 0 chooses it from what steps cost, also while "
+            "serving.",
             ge=0,
             le=100_000_000,
         ),
@@ -200,7 +222,8 @@ class EngineOptions:
     queue_requests_max: Annotated[
         int,
         option(
-            "Largest number of requests that wait in the engine.",
+            "Largest number of requests that wait in the engine. A client with less than an equal "
+            "share of them is accepted beyond it, up to twice as many in all.",
             ge=1,
             le=10_000_000,
             former="--queue-requests-max",
@@ -298,34 +321,28 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         str,
         option("Directory of the base model.", metavar="DIRECTORY", is_common=True),
     ]
-    adapter_roots: Annotated[
-        tuple[str, ...],
-        option(
-            "Directory to load adapters from; repeat for several. Default: none, so that no "
-            "adapter can be loaded.",
-            metavar="DIRECTORY",
-            is_common=True,
-        ),
-    ] = ()
+    adapter_roots: AdapterRoots = ()
     tensor_parallel_size: TensorParallelSize = 1
-    max_loras: Annotated[
-        int,
-        option(
-            "Device slots: the largest number of adapters in one batch.",
-            ge=1,
-            le=65_536,
-            is_common=True,
-        ),
-    ] = 1
+    max_loras: MaxLoras = 1
     device_bytes_max: Annotated[
         int,
         option("Device memory for adapters.", ge=1, le=1 << 50, unit="bytes", is_common=True),
     ] = DEVICE_BYTES_DEFAULT
+    pinned_bytes_max: Annotated[
+        int,
+        option(
+            "Host memory for staged adapters, per process; on a CUDA device it is page-locked, and "
+            "reserved at start.",
+            ge=1,
+            le=1 << 50,
+            unit="bytes",
+        ),
+    ] = PINNED_BYTES_DEFAULT
     key: Annotated[
         str,
         option(
             "File of this engine's key pair, whose public key the controller allows as an "
-            "engine's; only its user may be able to read it.",
+            "engine's; only its user must be able to read it.",
             metavar="FILE",
             is_common=True,
         ),

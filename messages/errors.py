@@ -65,7 +65,7 @@ class ErrorCode(StrEnum):
 
 
 class Meaning(NamedTuple):
-    """A code's description, and whether the same request may succeed later."""
+    """A code's description, and whether the same request can succeed later."""
 
     summary: str
     typical_cause: str
@@ -131,7 +131,7 @@ class LoradockError(Exception):
     `code` is stable, `message` is for people. `request_id` is the client's id of the request, empty
     if none was sent. `retry_after_s`: when the controller suggests another attempt; 0 if it
     suggests nothing. `details`: every finding, if the message names only the first of many; of the
-    last failures only, so a repeated request may be answered without them.
+    last failures only, so a repeated request can be answered without them.
     """
 
     code: ClassVar[ErrorCode]
@@ -145,7 +145,7 @@ class LoradockError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """True if the same request may succeed later."""
+        """True if the same request can succeed later."""
         return MEANINGS[self.code].retryable
 
     def __str__(self) -> str:
@@ -286,6 +286,20 @@ ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
     kind.code: kind for kind in _tree(LoradockError) if kind is not EngineError
 }
 """The class of each code."""
+
+
+def error_of(
+    code: ErrorCode,
+    message: str,
+    request_id: str = "",
+    *,
+    retry_after_s: float = 0.0,
+    details: tuple[str, ...] = (),
+) -> LoradockError:
+    """Return an error with this code."""
+    error = ERRORS[code](message, request_id)
+    error.retry_after_s, error.details = retry_after_s, details
+    return error
 
 
 def text_of(error: BaseException) -> str:

@@ -75,7 +75,7 @@ class AdapterEvicted(Message, frozen=True):
 
 
 class AdapterRemoved(Message, frozen=True):
-    """The adapter was removed: its name is free. Requests that came before may still end."""
+    """The adapter was removed: its name is free. Requests that came before can still end."""
 
     adapter: AdapterName
 
@@ -90,7 +90,7 @@ class AdapterReplaced(Message, frozen=True):
 class AdapterRetired(Message, frozen=True):
     """A replaced or removed version ended its last request and was dropped.
 
-    Another version may have the name.
+    Another version can have the name.
     """
 
     adapter: AdapterName
@@ -98,13 +98,13 @@ class AdapterRetired(Message, frozen=True):
 
 
 class AdapterHeld(Message, frozen=True):
-    """A hold began: no policy may evict the adapter."""
+    """A hold began: no policy can evict the adapter."""
 
     adapter: AdapterName
 
 
 class AdapterReleased(Message, frozen=True):
-    """A hold ended: policies may evict the adapter."""
+    """A hold ended: policies can evict the adapter."""
 
     adapter: AdapterName
 
@@ -173,7 +173,7 @@ class EngineDetached(Message, frozen=True):
 
 
 class EventWithheld(Message, frozen=True):
-    """An event whose content the key that fetches may not see; its number is kept."""
+    """An event whose content the key that fetches is not allowed to see; its number is kept."""
 
 
 Event = (
@@ -204,7 +204,7 @@ Event = (
 class Published(Value, frozen=True):
     """An event with its number in the stream and the wall time of the input that caused it.
 
-    `time_ns` (UTC) is a label: it may decrease if the wall clock was set back before a start.
+    `time_ns` (UTC) is a label: it can decrease if the wall clock was set back before a start.
     """
 
     seq: Seq

@@ -78,7 +78,7 @@ _USER_BYTES_MAX: Final = blake2b.PERSON_SIZE
 
 
 def client_name(token: bytes, user: str) -> str:
-    """Return the name, 16 characters, of the client with a token; `user` is that of its key.
+    """Return the name, 16 characters, of the client with a token; `user` is the user of its key.
 
     The token is secret: it proves that a frame is of the client. The name is not.
     """

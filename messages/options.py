@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 Unit = Literal["", "bytes", "seconds"]
-"""Unit of a number. Sizes may be written with a unit, and `_ms` fields are set in seconds."""
+"""Unit of a number. Sizes can be written with a unit, and `_ms` fields are set in seconds."""
 
 ENVIRONMENT_PREFIX: Final = "LORADOCK_"
 
@@ -277,8 +277,8 @@ def check_options(
 ) -> None:
     """Raise `ValueError` if a field has a wrong type, exceeds a bound or is not a choice.
 
-    `owner`: the class that declares the options, by default that of `config`; `fields`: the fields
-    to check, by default all.
+    `owner`: the class that declares the options, by default the class of `config`; `fields`: the
+    fields to check, by default all.
     """
     for found in options_of(owner or type(config)):
         if fields is None or found.field in fields:

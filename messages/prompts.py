@@ -104,7 +104,7 @@ class Structure(Value, frozen=True):
 
     `text` is a JSON schema or a regular expression (of the whole output, without look-around); an
     empty schema allows any JSON object. A `choice` is one of `choices`. An output that `max_tokens`
-    ends may be incomplete.
+    ends can be incomplete.
     """
 
     kind: Literal["json_schema", "regex", "choice"]

@@ -62,7 +62,7 @@ class TimerFired(Message, frozen=True):
 class InputSkipped(Message, frozen=True):
     """Handling record `seq` failed: it is skipped, and the state is as if it had never come.
 
-    `request_id` is that of the client's request in the record, if it is one.
+    `request_id` is the id of the client's request in the record, if it is one.
     """
 
     seq: Seq
@@ -87,7 +87,7 @@ class Header(Value, frozen=True):
 
 
 class Record(Value, frozen=True):
-    """One input as it was handled; `digest` is that of the state before it, if not empty.
+    """One input as it was handled; `digest` is the digest of the state before it, if not empty.
 
     `time_ns` is logical: it never decreases, and only `ControllerStarted` relates it to wall time.
     `body` is a keyed hash of a client's request, which a repetition has too. `report_seq` is the

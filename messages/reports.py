@@ -75,7 +75,7 @@ class MappingSet(_Report, frozen=True):
 class GenerationEnded(_Report, frozen=True):
     """A generation ended; its tokens were sent to the client separately.
 
-    `prefix_tokens`: the prompt tokens whose KV cache was that of an earlier prompt.
+    `prefix_tokens`: the prompt tokens whose KV cache was taken from an earlier prompt.
     """
 
     finish_reason: FinishReason
@@ -103,7 +103,7 @@ class OperationFailed(_Report, frozen=True):
 
 
 class InventoryAdapter(Value, frozen=True):
-    """One adapter that the engine holds; `warnings` are those of the check of its files."""
+    """One adapter that the engine holds; `warnings` are what the check of its files found."""
 
     adapter_id: AdapterId
     adapter: AdapterName
@@ -125,7 +125,7 @@ class EngineInventory(Message, frozen=True):
     received; `running` are those without a report yet. `answers` is the number of the
     `RequestInventory` frame that it answers: only then does it cover every earlier command. 0: the
     engine introduces itself or saw a gap, and expects a `RequestInventory`. `dtype` is the base
-    model's. `suspended`: those of `running` that wait for a `ResumeGeneration`.
+    model's. `suspended`: the operations of `running` that wait for a `ResumeGeneration`.
     """
 
     engine_id: str

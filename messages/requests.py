@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from loradock.messages.base import Message
 from loradock.messages.control import ServerCommand, ServerQuery, ServerReply
-from loradock.messages.errors import ErrorCode
+from loradock.messages.errors import ErrorCode, LoradockError, error_of
 from loradock.messages.events import Published
 from loradock.messages.ids import (
     GPU_SLOT,
@@ -61,7 +61,7 @@ class _Request(Message, frozen=True):
 
 
 class LoadAdapter(_Request, frozen=True):
-    """Load an adapter to the host; with `replace`, a known name may get other bytes."""
+    """Load an adapter to the host; with `replace`, a known name can get other bytes."""
 
     adapter: AdapterName
     path: Path = ""
@@ -242,7 +242,7 @@ class _Reply(Message, frozen=True):
 class AdapterDone(_Reply, frozen=True):
     """The adapter has reached the state that was requested.
 
-    `warnings`: after a load, staging, activation or hold, those of the check of its files.
+    `warnings`: after a load, staging, activation or hold, what the check of its files found.
     """
 
     adapter: AdapterName
@@ -274,7 +274,7 @@ class TokensStreamed(_Reply, frozen=True):
     the stop string or the token of `stop_token_ids` that ended it. `logprobs` has an entry per
     token, if they were requested. `prompt_logprobs` is in the first message of output 0, with an
     entry per token of the prompt; the first of them is None. `end_token` is the token that ended
-    the output: it is not one of `tokens` and has no text, but an entry of its own in `logprobs`.
+    the output: it is not one of `tokens` and has no text, but an entry in `logprobs`.
     """
 
     offset: int
@@ -298,7 +298,7 @@ class GenerationDone(_Reply, frozen=True):
 
 
 class VectorsStreamed(_Reply, frozen=True):
-    """Results of an `Embed` or `Classify`: `vectors[i]` is that of input `offset + i`.
+    """Results of an `Embed` or `Classify`: `vectors[i]` belongs to input `offset + i`.
 
     An embedding's vector has the model's dimensions, a classification's one score per label.
     """
@@ -325,12 +325,22 @@ class CancelDone(_Reply, frozen=True):
 
 
 class Refused(_Reply, frozen=True):
-    """The request changed nothing; `retry_after_ms`: when it may succeed, 0 if not known."""
+    """The request changed nothing; `retry_after_ms`: when it can succeed, 0 if not known."""
 
     code: ErrorCode
     message: str
     retry_after_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
     details: Details = ()
+
+    def error(self) -> LoradockError:
+        """Return the exception for the refusal."""
+        return error_of(
+            self.code,
+            self.message,
+            self.request_id,
+            retry_after_s=self.retry_after_ms / 1000,
+            details=self.details,
+        )
 
 
 class AdaptersListed(_Reply, frozen=True):

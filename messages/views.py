@@ -79,7 +79,7 @@ class AdapterView(Value, frozen=True):
     """State of one adapter; sizes in bytes, times in nanoseconds (UTC).
 
     `uses` to `failures` are also in `counters`, with all that was counted under its name.
-    `warnings` are those of the check of its files.
+    `warnings` are what the check of its files found.
     """
 
     adapter: AdapterName
@@ -212,7 +212,7 @@ class TierView(Value, frozen=True):
 class AdapterUse(Value, frozen=True):
     """An adapter that is in a slot or has requests, at the moment of a status.
 
-    `slot`, `leases` and `waiters` are those of its current version, as in `AdapterView`. The others
+    `slot`, `leases` and `waiters` are its current version's, as in `AdapterView`. The others
     count generations and poolings of all its versions: `running` ones take part in the engine's
     next step, `queued` ones wait in the engine, `waiting` ones wait for a slot.
     """

@@ -51,7 +51,7 @@ T = TypeVar("T")
 class WireError(Exception):
     """Bytes that are not a message of this channel; always `L012`.
 
-    `request_id` is that of the frame's first request, empty if it can't be read.
+    `request_id` is the id of the frame's first request, empty if it can't be read.
     """
 
     code = ErrorCode.MALFORMED
@@ -162,7 +162,7 @@ class BatchChannel(Channel[tuple[T, ...]]):
 
 
 class RequestChannel(BatchChannel[Request]):
-    """Requests, of which only a `Generate` may be long, by its images, and only alone in a frame.
+    """Requests, of which only a `Generate` can be long, by its images, and only alone in a frame.
 
     No other request is decoded from a long frame: arrays take many times their bytes in memory.
     """
@@ -185,7 +185,7 @@ class RequestChannel(BatchChannel[Request]):
         return request
 
     def check_body(self, body: bytes) -> None:
-        """Raise an error of `decode` for a request that can't be read in a frame of its own."""
+        """Raise an error of `decode` for a request that can't be read alone in a frame."""
         if _BODY.start + 1 + len(body) > FRAME_BYTES_MAX:
             self.decode(self.join_for(NO_TOKEN, (body,)))
         else:

@@ -74,7 +74,7 @@ ROOMS: Final = (
     # It joins all commands.
     Room("cli.main", ("cli.main",), ("messages", "cli", "cli.serve", "client"), ("typer",)),
     # The engine, from the ground up.
-    _package("engine", "messages.errors messages.engine_options messages.options", "torch"),
+    _package("engine", "messages.errors messages.engine_options messages.options", "msgspec torch"),
     # The only one that imports transformers.
     _package("engine.models.library", "engine", "torch transformers"),
     _package(

@@ -1,8 +1,8 @@
 """The budgets of a decode step on the simulated CUDA device, counted without a clock.
 
 `make rehearse` prints the table and compares it with `tests/golden/rehearsal.json`: it fails if a
-figure rises, and stores those that fall. The tiny model in bfloat16 runs rows of several adapters with all
-kinds of sampling. Triton's kernels are counted and not run.
+figure rises, and stores the table if not. The tiny model in bfloat16 runs sequences of several
+adapters with all kinds of sampling. Triton's kernels are counted and not run.
 """
 
 import json

@@ -59,7 +59,7 @@ class Context:
     """The world, its limits, policy and rules, and the actions collected for the current input.
 
     `state_by_state`: see `eviction.is_state_by_state`. `dirty_adapters` are those whose state, goal
-    or requests changed, and `ready` are new requests whose adapters may be in their slots. Both are
+    or requests changed, and `ready` are new requests whose adapters can be in their slots. Both are
     reconciled when the input is handled completely, so that no decision sees a part of it. `body`
     is the hash of the current request's body.
     """
@@ -197,7 +197,7 @@ class Context:
             self._count_stall(adapter, None)
 
     def _count_stall(self, adapter: Adapter, cause: Adapter | None) -> None:
-        """Count a wait for room, to its cause too; without one, to that of removed adapters."""
+        """Count a wait for room, to its cause too; without one, to removed adapters."""
         world = self.world
         stall_ns = self.step_ns(adapter)
         self.count(adapter, "stalls")

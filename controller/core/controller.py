@@ -104,7 +104,7 @@ class Controller:
             fewer = f"requests_max was lowered to {limits.requests_max}; try again later"
             waiting.refuse_request(context, request_id, ErrorCode.OVERLOADED, fewer)
         self.world.answers.set_bounds(window_bounds(limits))
-        # There may be room now for what waits.
+        # What waits can have room now.
         context.dirty_adapters.update(dict.fromkeys(self.world.queues.members))
         self.world.turn_end_ns = 0
         self._finish(context)

@@ -1,8 +1,7 @@
 """The counters of one adapter: numbers and durations that no decision depends on.
 
 They are a part of the state, so that a replay leads to the same numbers. `World.totals` has the sum
-of all, `World.past_counters` those of removed adapters, `World.base_counters` those of the base
-model.
+of all, `World.past_counters` the sum of removed adapters, `World.base_counters` the base model's.
 """
 
 from typing import Final

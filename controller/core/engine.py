@@ -63,7 +63,7 @@ SIZE_BYTES_MAX: Final = 1 << 53
 """Bound on the bytes of all adapters together, as read and as packed."""
 
 NUMBERS_LOST_MAX: Final = 1 << 40
-"""Bound on how far an engine's numbers can be ahead of the log, whose tail may be lost."""
+"""Bound on how far an engine's numbers can be ahead of the log, whose tail can be lost."""
 
 
 def on_started(context: Context, message: records.ControllerStarted) -> None:
@@ -82,7 +82,7 @@ def _mark_unready(context: Context) -> None:
 
 
 def on_lost(context: Context, message: records.EngineLost) -> None:
-    """Handle the loss of the attached engine; that of another engine changes nothing."""
+    """Handle the loss of the attached engine; the loss of another engine changes nothing."""
     engine = context.world.engine
     if engine is not None and engine.engine_id == message.engine_id:
         lose(context, message.reason)
@@ -164,7 +164,7 @@ def _attach(context: Context, inventory: EngineInventory) -> None:
 
 
 def _advance_numbers(context: Context, inventory: EngineInventory) -> None:
-    """Advance all counters beyond the engine's, because the log's tail may be lost."""
+    """Advance all counters beyond the engine's, because the log's tail can be lost."""
     world = context.world
     if inventory.last_op >= world.next_op:
         # Every write of a slot is an operation, so no generation exceeds the last operation's id.
@@ -412,7 +412,7 @@ def correct(context: Context, inventory: EngineInventory) -> None:
         # The report of an operation in flight states where its adapter is.
         if (adapter is None or not adapter.op) and _differs(adapter, entry):
             differing.append(adapter_id)
-    # All leave their state before one enters another, because slots and bytes may be exchanged.
+    # All leave their state before one enters another, because slots and bytes can be exchanged.
     for adapter_id in differing:
         adapter = world.adapters.get(adapter_id)
         if adapter is not None and adapter.state in RESIDENT:

@@ -6,7 +6,7 @@ adapters are candidates, and when a victim is needed, is decided in `capacity` a
 - `lru`: the least recently used adapter, wherever it is.
 - `cheapest-first`: the least recently used one of those that are cheapest to load again: in
   pageable memory, then in page-locked memory, then in slots. Adapters that were loaded and never
-  used, as many as there may be, do not displace those in slots.
+  used, however many, do not displace adapters in slots.
 - `none`: adapters leave by request only.
 """
 

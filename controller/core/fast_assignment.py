@@ -1,4 +1,4 @@
-"""Structs whose fields are assigned as fast as those of other classes."""
+"""Structs whose fields are assigned as fast as fields of other classes."""
 
 from typing import TypeVar
 

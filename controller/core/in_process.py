@@ -99,8 +99,8 @@ class InProcessController:
     def permanent_shortage_of_batch(self, sizes: Mapping[str, int | None]) -> str | None:
         """Return why adapters of these names can't all be in slots; None if they can.
 
-        The text is that of an `ActivateBatch` refusal. `sizes` are the blobs' bytes by name: None
-        means the known adapter's size, a number a new blob, which may replace the known one.
+        The text is an `ActivateBatch` refusal's. `sizes` are the blobs' bytes by name: None
+        means the known adapter's size, a number a new blob, which can replace the known adapter's.
         """
         adapters = tuple(
             [self._with_blob_size(name, size_bytes) for name, size_bytes in sizes.items()]

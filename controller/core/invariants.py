@@ -41,7 +41,7 @@ def check(world: World, limits: Limits, allowed: Excess | None = NO_EXCESS) -> N
     """Raise `InvariantError` for the first invariant that does not hold.
 
     An engine can hold more than the limits allow, if they were lowered or the log's tail is lost.
-    `allowed` is the excess before the last input, which only an inventory may increase (None).
+    `allowed` is the excess before the last input, which only an inventory can increase (None).
     """
     _check_bounds(world, limits)
     found = excess(world, limits)

@@ -10,7 +10,11 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from loradock.controller.core.answers import WindowBounds
-from loradock.messages.engine_options import DEVICE_BYTES_DEFAULT
+from loradock.messages.engine_options import (
+    DEVICE_BYTES_DEFAULT,
+    PINNED_BYTES_DEFAULT,
+    MaxLoras,
+)
 from loradock.messages.options import option
 
 RULES = 4
@@ -41,7 +45,7 @@ FIXED = ("max_loras", "device_bytes_max")
 """The limits that an engine is started with; the others can change while it runs."""
 
 
-TURNS: Final = (("none", 0), ("latency", 8), ("balanced", 16), ("throughput", 64))
+TURNS: Final = (("none", 0), ("latency", 8), ("balanced", 24), ("throughput", 64))
 """The tokens of an adapter's turn in a slot, by the goal that an operator states."""
 
 TURN_TOKENS_DEFAULT: Final = dict(TURNS)["balanced"]
@@ -57,15 +61,7 @@ class Limits(Struct, frozen=True):
 
     PANEL: ClassVar = "Bounds"
 
-    max_loras: Annotated[
-        int,
-        Meta(ge=1, le=65_536),
-        option(
-            "Device slots: the largest number of different adapters in one batch.",
-            former="--slots",
-            is_common=True,
-        ),
-    ] = field(default=8, name="slots_max")
+    max_loras: MaxLoras = field(default=8, name="slots_max")
     max_cpu_loras: Annotated[
         Count,
         option(
@@ -85,11 +81,11 @@ class Limits(Struct, frozen=True):
     pinned_bytes_max: Annotated[
         SizeBytes,
         option(
-            "Host memory for staged adapters and those in slots; page-locked if the device is a "
-            "CUDA device.",
+            "Host memory for staged adapters and those in slots; page-locked and reserved at start "
+            "if the device is a CUDA device.",
             unit="bytes",
         ),
-    ] = 4 * _GIB
+    ] = PINNED_BYTES_DEFAULT
     device_bytes_max: Annotated[
         SizeBytes,
         option(
@@ -162,7 +158,7 @@ class Limits(Struct, frozen=True):
         Meta(ge=0, le=65_536),
         option(
             "How adapters take turns while more of them are used than there are slots: the "
-            "generations of one have 8 tokens each (latency), 16 (balanced) or 64 (throughput), "
+            "generations of one have 8 tokens each (latency), 24 (balanced) or 64 (throughput), "
             "then they pause until its next turn. none: an adapter keeps its slot until its "
             "generations have ended.",
             flag="--turns",

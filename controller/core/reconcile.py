@@ -3,10 +3,10 @@
 It alone sends operations to the engine. An adapter has at most one operation in flight, and only
 that operation's report changes its state.
 
-Adapters that want a slot take turns. One that loses its slot waits since then, and one that never
-had it since its oldest request; the one that waits longest is next. While a request waits, every
-other adapter has at most one turn before it, because an adapter that gets a slot serves all its
-requests. With W adapters before it and S slots, neither held, it waits for at most ceil(W / S)
+Adapters that want a slot take turns. An adapter that loses its slot waits since then, an adapter
+that never had it since its oldest request, and the longest wait is next. While a request waits,
+every other adapter has at most one turn before it, because an adapter that gets a slot serves all
+its requests. With W adapters before it and S slots, neither held, it waits for at most ceil(W / S)
 turns. A turn is one of tokens, which the engine counts: an adapter is ordered to leave its slot as
 soon as another waits, and the order says after how many tokens.
 """
@@ -41,6 +41,9 @@ from loradock.messages.ids import (
     AdapterState,
     RequestId,
 )
+
+FIRST_TOKEN_SHARE: Final = 4
+"""A turn has one of this many parts of its tokens while a request without a token waits."""
 
 
 def reconcile(context: Context) -> None:
@@ -105,7 +108,7 @@ def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
         elif RESIDENCY_LEVEL[target] > RESIDENCY_LEVEL[goal]:
             goal = target
     if lowest is not None:
-        # A removed version stays for nobody: what its name may become is another version.
+        # A removed version stays for nobody: its name can become another version's.
         goal = UNREGISTERED if adapter.retired and context.rules > 3 else lowest
     elif adapter.id in context.world.demoting:
         # It reaches its lower goal first and is promoted for these requests afterwards.
@@ -267,7 +270,7 @@ def _end_turns(context: Context) -> None:
     next one.
     """
     world = context.world
-    tokens = context.limits.turn_tokens
+    tokens = _turn_tokens(context)
     quantum_ns = 0 if tokens else context.limits.slot_quantum_ms * NANOS_PER_MS
     ends, since = [], world.seq
     leaving = [world.adapters[adapter_id] for adapter_id in world.demoting]
@@ -278,7 +281,7 @@ def _end_turns(context: Context) -> None:
         if turn_end_ns > world.time_ns:
             ends.append(turn_end_ns)
         elif waiting.suspend(context, adapter, since):
-            # Those that are suspended by one input have an order too: that of their turns.
+            # Adapters that are suspended by one input have an order too: their turns'.
             since += 1
             place = (adapter.slot, adapter.generation)
             order = commands.PreemptSlot(context.next_op(), *place, tokens)
@@ -286,6 +289,17 @@ def _end_turns(context: Context) -> None:
     if ends and not world.time_ns < world.turn_end_ns <= min(ends):
         world.turn_end_ns = min(ends)
         world.add_deadline(world.turn_end_ns, "turn", 0)
+
+
+def _turn_tokens(context: Context) -> int:
+    """Return the tokens of a turn: fewer if an adapter waits whose requests have no token yet.
+
+    0: turns have a time, or none are taken.
+    """
+    world, tokens = context.world, context.limits.turn_tokens
+    queue = world.queues.by_tier["device"]
+    has_new = any(not world.has_suspended(world.adapters[adapter_id]) for _, adapter_id in queue)
+    return -(-tokens // FIRST_TOKEN_SHARE) if has_new else tokens
 
 
 def _take_next_step(context: Context, adapter: Adapter) -> None:
@@ -511,7 +525,7 @@ def _make_room(context: Context, tier: TierName) -> None:
                 if requester.priority == PREFETCH_PRIORITY:
                     _release_goal(context, requester)
                 elif position == 0:
-                    # Holds that began after it queued may have made it impossible.
+                    # Holds that began after it queued can have made it impossible.
                     _refuse_impossible(context, requester, tier)
                 return
             freed = capacity.usage_of(victim, tier)
@@ -531,7 +545,7 @@ def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: s
     """Refuse the requests that wanted the adapter higher, and undo what was done for them alone.
 
     A held adapter keeps its goal and is tried again after a backoff, and so is one with suspended
-    generations for which there may be room later.
+    generations for which there can be room later.
     """
     resumes = MEANINGS[code].retryable and context.world.will_resume(adapter)
     is_above = RESIDENCY_LEVEL[adapter.goal] > RESIDENCY_LEVEL[adapter.state]

@@ -35,7 +35,7 @@ from loradock.messages.ids import (
 )
 
 OVERLOAD_RETRY_MS: Final = 250
-"""When a client may repeat a request that too many pending ones prevented."""
+"""When a client can repeat a request that too many pending ones prevented."""
 
 Request = requests.LifecycleRequest | records.InferenceRequested
 

@@ -15,7 +15,7 @@ from loradock.messages.ids import GPU_SLOT, UNREGISTERED, AdapterId
 
 
 def register(context: Context, name: str, path: str) -> Adapter:
-    """Return a new record, under a name that may stand for another version."""
+    """Return a new record, under a name that can stand for another version."""
     world = context.world
     adapter = Adapter(id=world.next_adapter_id, name=name, path=path or name)
     adapter.state_since_ns = world.time_ns
@@ -26,8 +26,8 @@ def register(context: Context, name: str, path: str) -> Adapter:
 
 
 def register_successor(context: Context, current: Adapter, path: str) -> Adapter:
-    """Return a new record that may replace the current version of its name."""
-    # The content may be the same: that is known only when the engine has read it.
+    """Return a new record that can replace the current version of its name."""
+    # The content can be the same: that is known only when the engine has read it.
     successor = register(context, current.name, path or current.path)
     successor.predecessor = current.id
     current.successor = successor.id
@@ -43,7 +43,7 @@ def retire(context: Context, adapter: Adapter) -> None:
     world = context.world
     adapter.retired = True
     del world.names[adapter.name]
-    # They are those of the name, which is free.
+    # They count for the name, which is free.
     world.past_counters.add(adapter.counters)
     adapter.counters = Counters()
     context.mark_changed(adapter)
@@ -70,7 +70,7 @@ def promote_version(context: Context, new: Adapter) -> None:
         return
     world.names[new.name] = new.id
     old.retired = True
-    # They are those of the name. What the old version still does is added when it is removed.
+    # They count for the name. What the old version still does is added when it is removed.
     new.counters.add(old.counters)
     old.counters = Counters()
     context.publish(events.AdapterReplaced(new.name, new.fingerprint))
@@ -129,7 +129,7 @@ def unlink(context: Context, adapter: Adapter) -> bool:
 
 
 def pass_on_counters(context: Context, adapter: Adapter) -> None:
-    """Add a removed version's counters to those of its name, or of all removed adapters."""
+    """Add a removed version's counters to its name's, or to the removed adapters'."""
     successor = context.world.current(adapter.name)
     if successor is None:
         context.world.past_counters.add(adapter.counters)

@@ -160,7 +160,7 @@ def show_status(
     """Return the controller's and the tiers' totals.
 
     `running`: the operations that take part in the engine's next step. `sees`: which names the
-    client may see in the uses of adapters; None: all.
+    client can see in the uses of adapters; None: all.
     """
     world, engine = controller.world, controller.world.engine
     inference = _inference_by_adapter(world, running)

@@ -2,10 +2,10 @@
 
 An accepted request is pending until it has ended, and a waiter of each adapter that is not ready
 for it. A hold lasts from its answer until it is released. A lease lasts as long as the operation
-that the engine runs for an inference or a batch. A generation may be suspended meanwhile: then it
+that the engine runs for an inference or a batch. A generation can be suspended meanwhile: then it
 has no lease, and waits for its adapter to be in a slot.
 
-Nothing here moves an adapter: one whose goal may have changed is added to `dirty_adapters`.
+Nothing here moves an adapter: an adapter whose goal can have changed is added to `dirty_adapters`.
 """
 
 from collections.abc import Callable
@@ -264,7 +264,7 @@ def lease(context: Context, adapter: Adapter) -> None:
 
 
 def end_use(context: Context, request_id: RequestId, pending: PendingRequest) -> None:
-    """End the leases of a request, or its suspension; an idle adapter may leave its slot."""
+    """End the leases of a request, or its suspension; an idle adapter can leave its slot."""
     world = context.world
     adapters = world.adapters
     for adapter_id in pending.adapters:

@@ -88,7 +88,8 @@ class Adapter(Struct, array_like=True, gc=False):
     that requests were granted, unless its goal was lowered since: a refused request leaves it
     there. `load_bytes` is its size as read, `blob_bytes` its size as packed. `waiters` maps the
     requests that wait for it, the oldest first, to the `seq` of the input since which each waits:
-    with which it arrived, or by which it was suspended (plus its place among those of that input).
+    with which it arrived, or by which it was suspended (plus its place among what that input
+    suspends).
     `announced`: an event reported that it was loaded, so its removal is reported too.
     """
 
@@ -119,7 +120,7 @@ class Adapter(Struct, array_like=True, gc=False):
     retry_ns: int = 0
     # No move succeeded since a failure: a hold alone does not make its priority the first.
     failed: bool = False
-    # The version that may replace this one, and the version that this one may replace.
+    # The version that can replace this version, and the version that this version can replace.
     successor: AdapterId = 0
     predecessor: AdapterId = 0
     leases: int = 0
@@ -130,7 +131,7 @@ class Adapter(Struct, array_like=True, gc=False):
     # A wall time.
     last_used_ns: int = 0
     announced: bool = False
-    # Its goal is that of a prefetch: it moves as far as no use of another adapter is affected.
+    # Its goal is a prefetch's: it moves as far as no use of another adapter is affected.
     prefetched: bool = False
     # The recorded time of its last transition.
     state_since_ns: int = 0
@@ -258,7 +259,7 @@ class World:
         self.lru_counter = 0
         self.answered = 0
         self.refused = 0
-        # The sum of all counters: those of adapters, of removed adapters, and of the base model.
+        # The sum of all counters: of adapters, of removed adapters, and of the base model.
         self.totals = Counters()
         self.past_counters = Counters()
         self.base_counters = Counters()
@@ -305,7 +306,7 @@ class World:
         self.turn_end_ns = 0
 
     def resize_slots(self, max_loras: int) -> None:
-        """Set the number of slots. No slot may be in use."""
+        """Set the number of slots, none of which is in use."""
         for index in range(max_loras, len(self.slots)):
             del self.slots[index]
         for index in range(len(self.slots), max_loras):

@@ -31,7 +31,7 @@ from loradock.controller.server.connection_guard import SUBSCRIBER_BYTES_MAX
 from loradock.messages.addresses import (
     ENGINE_PORT_OFFSET,
     EVENTS_PORT_OFFSET,
-    SOCKET_PATH_BYTES_MAX,
+    endpoint,
     with_port_offset,
 )
 from loradock.messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
@@ -106,25 +106,13 @@ class Addresses(NamedTuple):
     events: str
 
 
-def endpoint(directory: Path, name: str) -> str:
-    """Return the address of a controller's socket; raise `TransportError` if it is too long."""
-    path = (directory / "run" / name).absolute()
-    length = len(os.fsencode(path))
-    if length > SOCKET_PATH_BYTES_MAX:
-        raise TransportError(
-            f"{path} has {length} bytes, a socket's path may have at most {SOCKET_PATH_BYTES_MAX}; "
-            "choose a shorter directory"
-        )
-    return f"ipc://{path}"
-
-
 def local_addresses(directory: Path) -> Addresses:
-    """Return the addresses of a controller's sockets in its directory."""
-    return Addresses(
-        endpoint(directory, "requests.sock"),
-        endpoint(directory, "engine.sock"),
-        endpoint(directory, "events.sock"),
-    )
+    """Return the addresses of the sockets in a directory; raises `TransportError` if too long."""
+    names = ("requests.sock", "engine.sock", "events.sock")
+    try:
+        return Addresses(*[endpoint(directory.absolute(), name) for name in names])
+    except ValueError as error:
+        raise TransportError(str(error)) from error
 
 
 def remote_addresses(address: str) -> Addresses:

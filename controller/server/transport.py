@@ -33,12 +33,11 @@ from loradock.controller.server.listener import (
     LONG_REPLY_BYTES,
     Listener,
     TransportError,
-    endpoint,
     local_addresses,
     remote_addresses,
 )
 
-__all__ = ["DESCRIPTORS_SAFE", "Transport", "TransportError", "endpoint"]
+__all__ = ["DESCRIPTORS_SAFE", "Transport", "TransportError"]
 
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 _NO_WAIT_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)

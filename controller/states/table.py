@@ -18,7 +18,7 @@ STATES: Final[tuple[AdapterState, ...]] = (
     # Packed and scaled in one page-locked blob, ready to copy: counts against the pinned budget.
     # A hold is something else: it exempts an adapter from eviction.
     PINNED,
-    # In a device slot, which batches may use. Its blob stays page-locked, so that leaving the slot
+    # In a device slot, which batches can use. Its blob stays page-locked, so that leaving the slot
     # costs no copy back.
     GPU_SLOT,
 )

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from loradock.engine.adapters.bounded_json import decode_object
-from loradock.engine.adapters.bounded_regex import PatternRefused, PatternTable
+from loradock.engine.adapters.bounded_parsing import PatternRefused, PatternTable, decode_object
 from loradock.engine.adapters.directory import open_adapter
 from loradock.engine.adapters.lora_request import tensorizer_directory
 from loradock.engine.adapters.problems import Problems, shown

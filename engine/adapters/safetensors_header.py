@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from loradock.engine.adapters.bounded_json import decode_object
+from loradock.engine.adapters.bounded_parsing import decode_object
 from loradock.engine.adapters.problems import shown
 from loradock.engine.config import AdapterBounds
 from loradock.engine.errors import AdapterUnsound

@@ -8,6 +8,7 @@ searched for.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -295,7 +296,8 @@ class AdapterTarget:
         if self.missing_layers:
             # Files have tensors for them too.
             return bounds
-        places = len(self.image_layers) + sum(shape.experts for shape in self.modules.values())
+        experts = map(attrgetter("experts"), self.modules.values())
+        places = len(self.image_layers) + sum(experts)
         tensors = TENSORS_PER_MODULE * places + OTHER_TENSORS_MAX
         return replace(bounds, tensors_max=min(bounds.tensors_max, tensors))
 

@@ -13,8 +13,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 import xxhash
 
-from loradock.engine.adapters.directory import OpenFile
-from loradock.engine.adapters.file_names import SAFETENSORS_SUFFIX, STREAMED_NAME
+from loradock.engine.adapters.directory import SAFETENSORS_SUFFIX, STREAMED_NAME, OpenFile
 from loradock.engine.adapters.other_formats import load_pickled, load_streamed
 from loradock.engine.adapters.problems import shown
 from loradock.engine.adapters.safetensors_header import (
@@ -208,7 +207,7 @@ class SafetensorsFile:
     ) -> tuple[torch.Tensor, memoryview]:
         """Read a part of a tensor, None for all of it; return it, and its bytes."""
         part = part or WHOLE_TENSOR
-        tensor = allocate_host(part.shape_in(stored.shape), stored.dtype, pin=False)
+        tensor = allocate_host(part.shape_in(stored.shape), stored.dtype)
         raw: memoryview = tensor.view(torch.uint8).numpy().data.cast("B")
         if part == WHOLE_TENSOR:
             self._file.read_into(raw, stored.start)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from loradock.engine.kernels.expert_groups import ExpertGroups
-from loradock.engine.kernels.operands import Groups, LoRASlices
+from loradock.engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
 ShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
 """(y, x, slices, groups, scale)."""
@@ -45,6 +45,8 @@ class Kernels(NamedTuple):
     """One implementation of every operation; scratch memory is shared within the tuple only.
 
     `plan_linear`: makes a plan of `linear`; None if the implementation prepares nothing.
+    `variant_of`: what identifies the compiled kernels of a batch with these bounds; None if the
+    implementation compiles nothing.
     """
 
     shrink: ShrinkKernel
@@ -55,3 +57,4 @@ class Kernels(NamedTuple):
     experts_shrink: ExpertsShrinkKernel
     experts_expand: ExpertsKernel
     plan_linear: PlanLinear | None = None
+    variant_of: Callable[[GroupBounds], object] | None = None

@@ -23,6 +23,7 @@ from loradock.engine.models.held_model import prepare_loaded
 from loradock.engine.models.image_part import IMAGE_PARTS
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica.mapping import LoRAMapping, MappingType
+from loradock.engine.residency.pinned import PinnedMemory
 from loradock.engine.residency.residency import Residency
 from loradock.engine.residency.staging import unpack
 from loradock.messages import commands, reports
@@ -70,7 +71,8 @@ class InProcessEngine:
             self._read_source,
             InlineJobs(),
             self._reports.append,
-            pins=prepared.device.type == "cuda",
+            # The program decides how many adapters it keeps, so no region is reserved.
+            pinned=PinnedMemory(0) if prepared.device.type == "cuda" else None,
         )
         self.model.register_forward_pre_hook(self._mapping_check(MappingType.LANGUAGE))
         self.model.register_forward_pre_hook(_check_call, with_kwargs=True)

@@ -8,6 +8,7 @@ its weights are never read.
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -280,6 +281,7 @@ def _torchao_int4() -> Any:
     return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4))  # type: ignore[attr-defined]
 
 
+_FP8: Final = "fp8"
 _QUANTIZATION_MAKERS: Final[dict[str, Callable[[], Any]]] = {
     "torchao-int8": _torchao_int8,
     "torchao-int4": _torchao_int4,
@@ -287,7 +289,7 @@ _QUANTIZATION_MAKERS: Final[dict[str, Callable[[], Any]]] = {
     "bitsandbytes-4bit": lambda: BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
     ),
-    "fp8": FineGrainedFP8Config,
+    _FP8: FineGrainedFP8Config,
 }
 
 
@@ -313,8 +315,16 @@ def dtype_of(
 def loading_options(name: str, model_config: Any, device: torch.device) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for a quantisation of `QUANTIZATIONS`.
 
-    Raises `ModelRefused` for a model that was saved quantised, and for a library that is missing.
+    Raises `ModelRefused` for a model that was saved quantised, and for a library that is missing;
+    the missing library of a model that was saved in fp8 is refused too.
     """
+    saved = getattr(model_config, "quantization_config", None) or {}
+    method = saved.get("quant_method") if isinstance(saved, dict) else saved.quant_method
+    if _FP8 in (name, method) and device.type == "cuda" and find_spec("kernels") is None:
+        raise ModelRefused(
+            "the model is quantised to fp8, whose products on CUDA are in the package kernels, and "
+            "it is not installed; install kernels, or serve the model without fp8"
+        )
     if name == UNQUANTIZED:
         return {}
     if getattr(model_config, "quantization_config", None) is not None:

@@ -47,6 +47,12 @@ class Grouper:
         """An object that identifies the device's tables; replaced when they are reallocated."""
         return None if self._buffer is None else self._buffer.identity
 
+    def bounds_of(self, tokens: int, adapters: int, max_loras: int) -> GroupBounds:
+        """Return the bounds of a batch with this number of rows and of adapters among them."""
+        groups = next_power_of_two(adapters) if self._specialize_active else max_loras
+        rounded = next_power_of_two(tokens)
+        return GroupBounds(rounded, min(groups, rounded, max_loras), self._rank_max)
+
     def group(self, token_slots: Tensor, prompt_slots: Tensor, max_loras: int) -> Batch:
         """Return both mappings' groups; slots: [rows] int64 on the host, -1 for the base model."""
         of_tokens = self._sort(token_slots, max_loras)
@@ -83,9 +89,7 @@ class Grouper:
         sorted_slots, order = torch.sort(slots, stable=True)
         base_rows = int((slots < 0).sum())
         active, counts = torch.unique_consecutive(sorted_slots[base_rows:], return_counts=True)
-        groups = next_power_of_two(len(active)) if self._specialize_active else max_loras
-        tokens = next_power_of_two(len(slots))
-        bounds = GroupBounds(tokens, min(groups, tokens, max_loras), self._rank_max)
+        bounds = self.bounds_of(len(slots), len(active), max_loras)
         return _BatchTables(slots, order[base_rows:], active, counts, bounds)
 
 
@@ -94,7 +98,7 @@ class _BatchTables:
 
     The order: the number of active groups; slot, count and start of each group; the tiles of each
     size; the rows; each token's slot. Every table has the capacity of the bounds, with zeros after
-    its end.
+    its end, and starts at a multiple of 16 bytes, for which kernels are compiled.
     """
 
     def __init__(
@@ -106,8 +110,9 @@ class _BatchTables:
         groups = (slots, counts, self._starts)
         tiles = [_divide_groups(*groups, block_m).flatten() for block_m in TILE_ROWS]
         self._tables = (torch.tensor([len(slots)]), *groups, *tiles, rows, token_slots)
-        tile_sizes = [3 * bounds.max_tiles(block_m) for block_m in TILE_ROWS]
-        self._sizes = [1, *[bounds.groups] * 3, *tile_sizes, bounds.tokens, bounds.tokens]
+        self._tile_words = [3 * bounds.max_tiles(block_m) for block_m in TILE_ROWS]
+        sizes = [1, *[bounds.groups] * 3, *self._tile_words, bounds.tokens, bounds.tokens]
+        self._sizes = [size + size % 2 for size in sizes]
         self.words = sum(self._sizes)
 
     def write(self, buffer: Tensor) -> None:
@@ -127,10 +132,10 @@ class _BatchTables:
             spans=_spans(self._slots, self._counts, self._starts),
             tokens=tokens,
             token_slots=token_slots[:tokens],
-            active=active,
+            active=active[:1],
             tiles=tuple(
-                Tiles(block_m, table.view(-1, 3))
-                for block_m, table in zip(TILE_ROWS, tiles, strict=True)
+                Tiles(block_m, table[:words].view(-1, 3))
+                for block_m, words, table in zip(TILE_ROWS, self._tile_words, tiles, strict=True)
             ),
             bounds=self._bounds,
         )

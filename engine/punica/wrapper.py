@@ -21,6 +21,7 @@ from loradock.engine.kernels.operands import (
     RowOrder,
     accumulator_dtype,
 )
+from loradock.engine.layout import next_power_of_two
 from loradock.engine.punica.grouping import Grouper
 from loradock.engine.punica.mapping import BASE, LoRAMapping, slots_of
 from loradock.engine.punica.side_stream import Concurrent
@@ -132,6 +133,22 @@ class PunicaWrapper:
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
         self._mapping, self._layout = mapping, layout
         return True
+
+    def batches_to_compile(self, tokens_max: int, max_loras: int) -> list[tuple[int, int]]:
+        """Return the smallest batch, (rows, adapters), for each set of compiled kernels.
+
+        Together they are all that batches of at most `tokens_max` rows need; none for kernels that
+        aren't compiled.
+        """
+        if self._kernels.variant_of is None:
+            return []
+        found: dict[object, tuple[int, int]] = {}
+        sizes = [1 << power for power in range(next_power_of_two(tokens_max).bit_length())]
+        for rows in sizes:
+            for adapters in [size for size in sizes if size <= min(rows, max_loras)]:
+                bounds = self.grouper.bounds_of(rows, adapters, max_loras)
+                found.setdefault(self._kernels.variant_of(bounds), (rows, adapters))
+        return list(found.values())
 
     def _group(self, token_slots: Tensor, prompt_slots: Tensor, max_loras: int) -> None:
         self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, max_loras)

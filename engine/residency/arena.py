@@ -15,7 +15,7 @@ from itertools import count
 
 import torch
 
-from loradock.engine.errors import Conflict, DeviceOutOfMemory, NotResident
+from loradock.engine.errors import Conflict, DeviceOutOfMemory, NotResident, is_out_of_memory
 from loradock.engine.kernels.directory import SlotDirectory
 from loradock.engine.layout import (
     ABSENT,
@@ -323,7 +323,9 @@ class Arena:
         if self._extents.allocate(owner, size_bytes) is None:
             try:
                 self._compact(size_bytes)
-            except (MemoryError, torch.OutOfMemoryError) as error:
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 # No lack of memory for this write alone: other adapters may be half moved.
                 raise RuntimeError(f"compacting the arena failed: {error!r}") from error
             self._extents.allocate(owner, size_bytes)

@@ -34,6 +34,7 @@ from loradock.engine.jobs import Jobs
 from loradock.engine.layout import ModuleShape
 from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.host_adapters import CheckedAdapters, HostAdapter
+from loradock.engine.residency.pinned import PinnedMemory
 from loradock.engine.residency.staging import Blob, stage
 from loradock.messages import commands, reports
 from loradock.messages.errors import ErrorCode
@@ -87,9 +88,10 @@ class OperationJob(NamedTuple):
 class Residency:
     """The adapters on the host and in an arena's slots, and the commands that move them.
 
-    `read` reads the files of an adapter. `report` is called with every report, in order. `pins`:
-    whether blobs are page-locked. `residents[slot]` is the adapter in a slot, None for none;
-    `residents` and `host_adapters` are read by other modules and changed only here.
+    `read` reads the files of an adapter. `report` is called with every report, in order. `pinned`:
+    the memory of staged blobs, None for pageable memory. `residents[slot]` is the adapter in a
+    slot, None if absent; `residents` and `host_adapters` are read by other modules and changed only
+    here.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Residency:
         read: Read,
         jobs: Jobs[OperationJob],
         report: Callable[[reports.OperationReport], None],
-        pins: bool,
+        pinned: PinnedMemory | None,
     ) -> None:
         self.arena: Final = arena
         self.residents: Final[list[AdapterId | None]] = [None] * arena.max_loras
@@ -109,7 +111,7 @@ class Residency:
         self._read = read
         self._jobs = jobs
         self._report = report
-        self._pins = pins
+        self._pinned = pinned
         self._in_flight: dict[OpId, AdapterId] = {}
         self._copies: dict[Slot, commands.WriteSlot] = {}
         # The generation of each slot that was reported as reset and still has its adapter.
@@ -368,8 +370,8 @@ class Residency:
     def _pack(self, weights: LoRAModel | Blob) -> Blob:
         """Return the blob of an adapter that is not staged; a job, so it changes nothing here."""
         if isinstance(weights, Blob):
-            return weights.to_pinned() if self._pins else weights
-        return stage(weights, self._modules, self.arena.dtype, self._pins)
+            return weights if self._pinned is None else weights.to_pinned(self._pinned)
+        return stage(weights, self._modules, self.arena.dtype, self._pinned)
 
     def _finish_copy(self, slot: Slot) -> None:
         command = self._copies.pop(slot)

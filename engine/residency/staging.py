@@ -24,6 +24,7 @@ from loradock.engine.layout import (
     slice_elements,
 )
 from loradock.engine.memory import allocate_host
+from loradock.engine.residency.pinned import PinnedMemory
 
 __all__ = [
     "ABSENT",
@@ -62,19 +63,24 @@ class Blob:
 
     def to_pageable(self) -> "Blob":
         """Return the blob in pageable memory: itself if it already is."""
-        return self._copied(pin=False) if self.is_pinned else self
+        return self._copied(None) if self.is_pinned else self
 
-    def to_pinned(self) -> "Blob":
+    def to_pinned(self, memory: PinnedMemory) -> "Blob":
         """Return the blob in page-locked memory: itself if it already is."""
-        return self if self.is_pinned else self._copied(pin=True)
+        return self if self.is_pinned else self._copied(memory)
 
-    def _copied(self, pin: bool) -> "Blob":
-        data = allocate_host((self.data.numel(),), self.data.dtype, pin).copy_(self.data)
+    def _copied(self, pinned: PinnedMemory | None) -> "Blob":
+        data = _allocate(self.data.numel(), self.data.dtype, pinned).copy_(self.data)
         return Blob(data, self.offsets, self.ranks)
 
 
-def stage(model: LoRAModel, modules: Sequence[ModuleShape], dtype: torch.dtype, pin: bool) -> Blob:
-    """Pack an adapter into one host blob of `dtype`, page-locked if `pin`.
+def stage(
+    model: LoRAModel,
+    modules: Sequence[ModuleShape],
+    dtype: torch.dtype,
+    pinned: PinnedMemory | None = None,
+) -> Blob:
+    """Pack an adapter into one host blob of `dtype`, in page-locked memory or in pageable.
 
     `modules`: every module-slice of the directory; those of the adapter must be among them.
     `model` has this process's part of each, and is not changed. B is multiplied by the scaling in
@@ -86,7 +92,7 @@ def stage(model: LoRAModel, modules: Sequence[ModuleShape], dtype: torch.dtype, 
     ranks = torch.zeros(columns, dtype=torch.int32)
     loras = dict(model.loras)
     size_bytes = blob_bytes({name: lora.rank for name, lora in loras.items()}, modules, dtype)
-    data = allocate_host((size_bytes // dtype.itemsize,), dtype, pin)
+    data = _allocate(size_bytes // dtype.itemsize, dtype, pinned)
     start = 0
     for shape in sorted(modules, key=lambda shape: shape.index):
         lora = loras.pop(shape.name, None)
@@ -97,6 +103,10 @@ def stage(model: LoRAModel, modules: Sequence[ModuleShape], dtype: torch.dtype, 
     if loras:
         raise KeyError(f"modules without a column in the directory: {sorted(loras)}")
     return Blob(data, offsets, ranks)
+
+
+def _allocate(elements: int, dtype: torch.dtype, pinned: PinnedMemory | None) -> torch.Tensor:
+    return allocate_host((elements,), dtype) if pinned is None else pinned.allocate(elements, dtype)
 
 
 def unpack(blob: Blob, modules: Sequence[ModuleShape], lora_model_id: int) -> LoRAModel:

@@ -18,7 +18,8 @@ STEP_TOKENS_MAX: Final = 8192
 """Bounds on the tokens that are chosen."""
 
 UNDISTURBED: Final = 4
-"""While nothing is decoded, a step may take this many times as long: only what arrives waits."""
+"""While nothing is decoded and nobody else waits, a step takes up to this many times as long: what
+arrives then waits for it."""
 
 UPDATE_STEPS: Final = 16
 """The tokens are chosen again after this many steps."""
@@ -60,6 +61,7 @@ class StepBudget:
         self._clock = clock
         self._started_s = 0.0
         self._step_tokens = self._steps = 0
+        self._is_disturbed = False
         # Weighted sums of 1, tokens, seconds, tokens squared, and tokens times seconds.
         self._sums = [0.0] * 5
         self._tokens = self._undisturbed = tokens_max
@@ -70,12 +72,12 @@ class StepBudget:
 
     @property
     def tokens(self) -> int:
-        """The most tokens of a step while sequences are decoded."""
+        """The most tokens of a step that others wait for."""
         return min(self._tokens, self.tokens_max)
 
     def prompt_tokens(self, decoded: int) -> int:
         """Return the most tokens of prompts in a step that decodes a token of each of `decoded`."""
-        if decoded:
+        if decoded or self._is_disturbed:
             return self.tokens - decoded
         return min(self._undisturbed, self.tokens_max)
 
@@ -83,8 +85,9 @@ class StepBudget:
         """Never choose more tokens than now: the memory of a sequence is reserved for these."""
         self.tokens_max = self.tokens
 
-    def begin_step(self) -> None:
-        """Begin to measure a step."""
+    def begin_step(self, *, is_disturbed: bool = False) -> None:
+        """Begin to measure a step; `is_disturbed`: others wait for it, decoded or not."""
+        self._is_disturbed = is_disturbed
         self._step_tokens, self._started_s = 0, self._clock()
 
     def count(self, tokens: int) -> None:

@@ -6,12 +6,13 @@ stale request fails alone (L007). Adapters are not scheduled here: a request nam
 
 import sys
 from array import array
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Final, NamedTuple
 
 import structlog
-import torch
 from torch import Tensor
 
 from loradock.engine.config import EngineConfig
@@ -23,6 +24,7 @@ from loradock.engine.errors import (
     NotResident,
     NotServed,
     Overloaded,
+    is_device_out_of_memory,
 )
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.models.tokenization import prompt_tokens
@@ -30,7 +32,14 @@ from loradock.engine.punica.mapping import BASE
 from loradock.engine.punica.wrapper import PunicaWrapper
 from loradock.engine.serving.forward import KVUse
 from loradock.engine.serving.generations import OutputCache
-from loradock.engine.serving.queue import SlotTable, check_admission, other_task
+from loradock.engine.serving.queue import (
+    Owner,
+    SlotTable,
+    check_admission,
+    client_key,
+    other_task,
+    owner_of,
+)
 from loradock.messages.commands import ResumeGeneration, StartInference, StartPooling
 from loradock.messages.ids import OpId, RequestId, Slot
 from loradock.messages.prompts import TextPrompt, Truncation
@@ -128,8 +137,11 @@ class PoolingScheduler:
         self._rows_max = min(config.max_num_seqs, model.rows_max)
         self._tokens_max = BATCH_TOKENS_MAX
         self._emit = emit
-        # In the order in which `step` takes texts from them.
+        # Those of one owner are in the order in which `step` takes texts from them.
         self._waiting: dict[RequestId, PoolingRequest] = {}
+        # The last step with a text of each owner that waits.
+        self._last_steps: dict[Owner, int] = {}
+        self._steps = 0
         self._outputs = OutputCache()
 
     @property
@@ -166,7 +178,7 @@ class PoolingScheduler:
         """Queue a request; raises `EngineError` if it can't be run."""
         if not isinstance(command, StartPooling) or command.task != self._model.task:
             raise other_task(self._model.task, command)
-        waiting = len(self._waiting)
+        waiting = Counter(client_key(one.command) for one in self._waiting.values())
         check_admission(command, self._slots, waiting, self._waiting_max, self._waiting)
         if self._model.without_head and command.adapter_id == BASE:
             raise NotServed(
@@ -258,13 +270,27 @@ class PoolingScheduler:
                 self._fail(request, error)
         batch = self._next_batch()
         if batch:
+            self._steps += 1
+            taken = {owner_of(request.command): self._steps for request, _ in batch}
+            waiting = {owner_of(request.command) for request in self._waiting.values()}
+            kept = self._last_steps.items()
+            self._last_steps = {owner: step for owner, step in kept if owner in waiting} | taken
             self._run(batch)
+
+    def _in_turns(self) -> Iterator[PoolingRequest]:
+        """Yield one request of each owner, that of the longest wait first, then a second one..."""
+        by_owner: dict[Owner, list[PoolingRequest]] = {}
+        for request in self._waiting.values():
+            by_owner.setdefault(owner_of(request.command), []).append(request)
+        owners = sorted(by_owner, key=lambda owner: self._last_steps.get(owner, 0))
+        for turn in zip_longest(*(by_owner[owner] for owner in owners)):
+            yield from (request for request in turn if request is not None)
 
     def _next_batch(self) -> Batch:
         """Return the texts that fit into one forward pass."""
         batch: Batch = []
         width = 0
-        for request in self._waiting.values():
+        for request in self._in_turns():
             for index in reversed(request.remaining):
                 text = request.texts[index]
                 width = max(width, len(text.tokens))
@@ -303,9 +329,9 @@ class PoolingScheduler:
         self._punica.update_metadata(mapping, self._slots.residents)
         try:
             return self._model.results(self._model.forward(prompts, starts)).cpu()
-        except torch.OutOfMemoryError as error:
-            if not self._model.group.is_trivial:
-                # The other ranks are still in the forward pass and can't be interrupted.
+        except RuntimeError as error:
+            # The other ranks are still in the forward pass and can't be interrupted.
+            if not (self._model.group.is_trivial and is_device_out_of_memory(error)):
                 raise
             reason = str(error)
         # The memory of the forward pass is released only after its error.

@@ -1,26 +1,29 @@
-"""Who may wait for a batch, and in which order: admission, priorities, and fair turns of adapters.
+"""Who can wait for a batch, and in which order: admission, priorities, fair turns of adapters and
+of their clients.
 
 Turns are those of deficit round robin with tokens as the cost. An adapter's quantum is its weight
-times that of a weight of 1. If the sequence of adapter a, with all before it in a's own queue,
-costs C tokens, Q(b) is the quantum of each adapter b and L the largest cost of one sequence, then
-before it is served, every other adapter of its priority is served at most
+times that of a weight of 1; within an adapter's turns, its clients take turns of equal quanta. If
+the sequence of adapter a, with all before it in a's own queue, costs C tokens, Q(b) is the quantum
+of each adapter b and L the largest cost of one sequence, then before it is served, every other
+adapter of its priority is served at most
 
     ceil((C + D) / Q(a)) * Q(b) + L
 
 tokens, with D the tokens that a has generated beyond its credit (Shreedhar and Varghese, 1995). So
 a wait depends on the number of waiting adapters, the weights and the sequences of the same adapter,
-and not on the number or the length of the sequences of others.
+and not on the number or the length of the sequences of others. The same bound holds for the clients
+of one adapter, with 1 as the weight of each.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Final, Generic, TypeVar
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from typing import Final, Generic, Protocol, TypeVar
 
 from loradock.engine.errors import Conflict, NotResident, NotServed, Overloaded
 from loradock.engine.punica.mapping import BASE
 from loradock.engine.residency.arena import Arena
 from loradock.messages.commands import StartGeneration, StartInference
-from loradock.messages.ids import NO_SLOT, AdapterId, Generation, RequestId, Slot
+from loradock.messages.ids import NO_SLOT, AdapterId, Generation, RequestId, Slot, client_of
 
 QUANTUM_TOKENS: Final = 512
 """The tokens that an adapter of weight 1 is served per turn."""
@@ -82,18 +85,24 @@ class SlotTable:
 def check_admission(
     command: StartInference,
     slots: SlotTable,
-    waiting: int,
+    waiting: Counter[str],
     waiting_max: int,
     active_ids: Container[RequestId],
 ) -> None:
-    """Raise unless a request may join the queue; a refused request leaves no trace.
+    """Raise unless a request can join the queue; a refused request leaves no trace.
+
+    waiting: the number of waiting requests of each client. A full queue accepts requests of clients
+    with less than an equal share of its places, up to as many again.
 
     Raises `Overloaded` for a full queue, `Conflict` for an id in `active_ids`, and
     `NotResident` for an adapter that is not in its slot.
     """
-    if waiting >= waiting_max:
+    total, own = waiting.total(), waiting[client_key(command)]
+    share = waiting_max // (len(waiting) + (not own))
+    if total >= waiting_max and (own >= share or total >= 2 * waiting_max):
         raise Overloaded(
-            f"{waiting} requests wait for a batch, the most allowed; try again when some have ended"
+            f"{total} requests wait for a batch, {own} of them of this client; at most "
+            f"{waiting_max} wait: try again when some have ended"
         )
     if command.request_id in active_ids:
         raise Conflict(f"request {command.request_id!r} is running; use another request_id")
@@ -109,8 +118,22 @@ def other_task(served: str, command: StartInference) -> NotServed:
     )
 
 
+Owner = tuple[AdapterId, str]
+"""Who waits: an adapter, and a client that uses it."""
+
+
+def client_key(command: StartInference) -> str:
+    """Return what tells the client that a request is for from others."""
+    return f"{client_of(command.request_id)} {command.client}"
+
+
+def owner_of(command: StartInference) -> Owner:
+    """Return the owner of a request."""
+    return command.adapter_id, client_key(command)
+
+
 class _Line(Generic[T]):
-    """The waiting items of one adapter and priority with their costs, and the adapter's credit."""
+    """The waiting items of one client of an adapter with their costs, and the client's credit."""
 
     def __init__(self, quantum: int) -> None:
         self.quantum: Final = quantum
@@ -118,16 +141,66 @@ class _Line(Generic[T]):
         self.items: deque[tuple[T, int]] = deque()
 
     @property
-    def rounds_needed(self) -> int:
-        """The rounds after which its credit pays for its first item, 0 or less if it does now."""
-        return -((self.credit - self.items[0][1]) // self.quantum)
+    def cost(self) -> int:
+        """The cost of its first item."""
+        return self.items[0][1]
+
+
+class _Lines(Generic[T]):
+    """The lines of one adapter and priority by client, and the adapter's credit.
+
+    The client whose turn it is comes first.
+    """
+
+    def __init__(self, quantum: int) -> None:
+        self.quantum: Final = quantum
+        self.credit = 0
+        self.by_client: OrderedDict[str, _Line[T]] = OrderedDict()
+
+    @property
+    def cost(self) -> int:
+        """The cost of its next item."""
+        return _advance(self.by_client)[1].cost
+
+
+class _Waiting(Protocol):
+    """What takes turns: it has credit, and its next item a cost."""
+
+    credit: int
+
+    @property
+    def quantum(self) -> int: ...
+
+    @property
+    def cost(self) -> int: ...
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Turn = TypeVar("_Turn", bound=_Waiting)
+
+
+def _advance(turns: "OrderedDict[_Key, _Turn]") -> tuple[_Key, _Turn]:
+    """Give credit in turn until the first one can pay for its next item; return it."""
+    costs = {key: turn.cost for key, turn in turns.items()}
+    # The rounds after which each can pay, 0 or less if it can now.
+    rounds = min(-((turn.credit - costs[key]) // turn.quantum) for key, turn in turns.items())
+    if rounds > 1:
+        # The rounds in which none can pay are counted at once.
+        for turn in turns.values():
+            turn.credit += (rounds - 1) * turn.quantum
+    while True:
+        key, turn = next(iter(turns.items()))
+        if turn.credit >= costs[key]:
+            return key, turn
+        turn.credit += turn.quantum
+        turns.move_to_end(key)
 
 
 class WaitingQueue(Generic[T]):
-    """Waiting items: the smallest priority first, in turns of its adapters, the oldest first.
+    """Waiting items: the smallest priority first, in turns of its adapters and of their clients.
 
-    The cost of an item is given when it is added. `charge` accounts for tokens that are generated
-    afterwards.
+    Those of one owner are in order, the oldest first. The cost of an item is given when it is
+    added. `charge` accounts for tokens that are generated afterwards.
     """
 
     def __init__(
@@ -139,18 +212,24 @@ class WaitingQueue(Generic[T]):
         self._weight_of = weight_of
         self._quantum_tokens = quantum_tokens
         # By priority. The adapter whose turn it is comes first.
-        self._lines: dict[int, OrderedDict[AdapterId, _Line[T]]] = {}
-        self._count = 0
+        self._lines: dict[int, OrderedDict[AdapterId, _Lines[T]]] = {}
+        # The number of items of each client that has any.
+        self.clients: Final[Counter[str]] = Counter()
 
     def __len__(self) -> int:
         """Return the number of waiting items."""
-        return self._count
+        return self.clients.total()
+
+    def __bool__(self) -> bool:
+        """Return whether any item waits."""
+        return bool(self._lines)
 
     def __iter__(self) -> Iterator[T]:
-        """Yield all items, adapter by adapter."""
+        """Yield all items, owner by owner."""
         for lines in self._lines.values():
-            for line in lines.values():
-                yield from (item for item, _ in line.items)
+            for by_client in lines.values():
+                for line in by_client.by_client.values():
+                    yield from (item for item, _ in line.items)
 
     @property
     def priority(self) -> int:
@@ -158,83 +237,92 @@ class WaitingQueue(Generic[T]):
         return min(self._lines)
 
     @property
-    def adapters(self) -> tuple[AdapterId, ...]:
-        """The adapters with items of the priority that is next, in the order of their turns."""
-        return tuple(self._lines[self.priority]) if self._lines else ()
+    def owners(self) -> tuple[Owner, ...]:
+        """The owners with items of the priority that is next, in the order of their turns."""
+        if not self._lines:
+            return ()
+        lines = self._lines[self.priority]
+        return tuple((adapter, one) for adapter in lines for one in lines[adapter].by_client)
 
-    def append(self, adapter: AdapterId, item: T, cost: int, priority: int = 0) -> None:
-        """Add an item after the others of its adapter and priority."""
-        self._line_of(adapter, priority).append((item, cost))
+    def append(self, owner: Owner, item: T, cost: int, priority: int = 0) -> None:
+        """Add an item after the others of its owner and priority."""
+        self._line_of(owner, priority).append((item, cost))
 
-    def append_first(self, adapter: AdapterId, item: T, cost: int, priority: int = 0) -> None:
-        """Add an item before the others of its adapter and priority."""
-        self._line_of(adapter, priority).appendleft((item, cost))
+    def append_first(self, owner: Owner, item: T, cost: int, priority: int = 0) -> None:
+        """Add an item before the others of its owner and priority."""
+        self._line_of(owner, priority).appendleft((item, cost))
 
-    def charge(self, adapter: AdapterId, tokens: int) -> None:
-        """Count tokens generated for an adapter; nothing if none of its items waits."""
+    def charge(self, owner: Owner, tokens: int) -> None:
+        """Count tokens generated for an owner; nothing if no item of its adapter waits."""
+        adapter, client = owner
         for lines in self._lines.values():
             if adapter in lines:
                 lines[adapter].credit -= tokens
+                if client in lines[adapter].by_client:
+                    lines[adapter].by_client[client].credit -= tokens
 
     def first(self) -> T:
         """Return the item that `pop` would remove; the queue must not be empty."""
-        _, line = self._advance()
+        _, lines = _advance(self._lines[self.priority])
+        _, line = _advance(lines.by_client)
         return line.items[0][0]
 
     def pop(self) -> T:
         """Remove and return the next item; the queue must not be empty."""
-        adapter, line = self._advance()
+        adapter, lines = _advance(self._lines[self.priority])
+        client, line = _advance(lines.by_client)
         item, cost = line.items.popleft()
         line.credit -= cost
-        self._count_removal(self.priority, adapter)
+        lines.credit -= cost
+        self._count_removal(self.priority, (adapter, client))
         return item
 
-    def remove(self, adapter: AdapterId, item: T) -> bool:
+    def remove(self, owner: Owner, item: T) -> bool:
         """Remove an item; return whether it was waiting."""
+        adapter, client = owner
         for priority, lines in self._lines.items():
-            items = lines[adapter].items if adapter in lines else ()
+            line = lines[adapter].by_client.get(client) if adapter in lines else None
+            items = line.items if line is not None else deque[tuple[T, int]]()
             found = next((entry for entry in items if entry[0] is item), None)
             if found is not None:
-                lines[adapter].items.remove(found)
-                self._count_removal(priority, adapter)
+                items.remove(found)
+                self._count_removal(priority, owner)
                 return True
         return False
 
-    def serve_next(self, adapter: AdapterId) -> None:
-        """Make it the turn of an adapter that `adapters` contains."""
+    def serve_next(self, owner: Owner) -> None:
+        """Make it the turn of one of `owners`."""
+        adapter, client = owner
         lines = self._lines[self.priority]
+        own = lines[adapter].by_client
+        own.move_to_end(client, last=False)
+        own[client].credit = max(own[client].credit, own[client].cost)
         lines.move_to_end(adapter, last=False)
-        line = lines[adapter]
-        line.credit = max(line.credit, line.items[0][1])
+        lines[adapter].credit = max(lines[adapter].credit, own[client].cost)
 
-    def _line_of(self, adapter: AdapterId, priority: int) -> deque[tuple[T, int]]:
+    def _line_of(self, owner: Owner, priority: int) -> deque[tuple[T, int]]:
         """Return the items to which one is added."""
+        adapter, client = owner
         lines = self._lines.setdefault(priority, OrderedDict())
         if adapter not in lines:
-            lines[adapter] = _Line(self._quantum_tokens * self._weight_of(adapter))
-        self._count += 1
-        return lines[adapter].items
+            lines[adapter] = _Lines(self._quantum_tokens * self._weight_of(adapter))
+        own = lines[adapter].by_client
+        if client not in own:
+            own[client] = _Line(self._quantum_tokens)
+        self.clients[client] += 1
+        return own[client].items
 
-    def _advance(self) -> tuple[AdapterId, _Line[T]]:
-        """Give credit in turn until the first adapter can pay for its first item; return it."""
-        lines = self._lines[self.priority]
-        rounds = min(line.rounds_needed for line in lines.values())
-        if rounds > 1:
-            # The rounds in which no adapter can pay are counted at once.
-            for line in lines.values():
-                line.credit += (rounds - 1) * line.quantum
-        while True:
-            adapter, line = next(iter(lines.items()))
-            if line.credit >= line.items[0][1]:
-                return adapter, line
-            line.credit += line.quantum
-            lines.move_to_end(adapter)
-
-    def _count_removal(self, priority: int, adapter: AdapterId) -> None:
+    def _count_removal(self, priority: int, owner: Owner) -> None:
         """Count an item that was removed, and drop what has become empty."""
-        self._count -= 1
+        adapter, client = owner
+        self.clients[client] -= 1
+        if not self.clients[client]:
+            del self.clients[client]
         lines = self._lines[priority]
-        if not lines[adapter].items:
+        own = lines[adapter].by_client
+        if not own[client].items:
+            del own[client]
+        if not own:
             del lines[adapter]
         if not lines:
             del self._lines[priority]

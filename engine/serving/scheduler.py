@@ -4,8 +4,8 @@ A step is one decode step of all running sequences and one chunk of waiting prom
 of tokens. Who is next is decided here and in three places below: the queue orders what waits
 (`engine/serving/queue.py`), the batch admits from it what fits into its blocks
 (`engine/serving/paged_batch.py`), and a sequence that runs is taken out here: if its adapter's slot
-is given to another one (`suspend`), if another adapter waits long (`_preempt_for_others`), or if
-memory lacks (`on_preemption`, `on_failure`). Its KV cache is then kept or computed again.
+is given to another one (`leave`), if another adapter or client waits long (`_preempt_for_others`),
+or if memory lacks (`on_preemption`, `on_failure`). Its KV cache is then kept or computed again.
 
 Before every forward pass each sequence's slot and slot version are checked against the arena; a
 stale sequence fails alone (L007). Adapters are not scheduled here: a request names its slot.
@@ -25,7 +25,13 @@ from loradock.engine.serving.forward import ForwardError, KVUse, Waiting
 from loradock.engine.serving.generations import Generation, Generations
 from loradock.engine.serving.pooling import PoolingScheduler
 from loradock.engine.serving.prompts import PromptPrefetcher, PromptReader
-from loradock.engine.serving.queue import SlotTable, WaitingQueue, check_admission, other_task
+from loradock.engine.serving.queue import (
+    Owner,
+    SlotTable,
+    WaitingQueue,
+    check_admission,
+    other_task,
+)
 from loradock.engine.serving.sequence import Sequence
 from loradock.engine.serving.startup import choose_batch
 from loradock.messages.commands import ResumeGeneration, StartGeneration, StartInference
@@ -34,10 +40,31 @@ from loradock.messages.ids import OpId, RequestId, Slot
 from loradock.messages.reports import Report
 
 PREEMPT_AFTER_STEPS: Final = 32
-"""A waiting adapter with fewer running sequences than another one waits at most this many steps."""
+"""A waiting owner with fewer running sequences than another one waits at most this many steps."""
+
+NEW_OWNER_STEPS: Final = 4
+"""The same for a waiting owner with no running sequence."""
 
 RECOVERY_STEPS: Final = 64
 """After a lack of memory, one more sequence runs together after each of these steps."""
+
+
+class Shares:
+    """How many of some sequences are of each adapter, and of each owner."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.owners: Final = Counter(one.owner for one in sequences)
+        self.adapters: Final = Counter(one.command.adapter_id for one in sequences)
+
+    def of(self, owner: Owner) -> tuple[int, int]:
+        """Return the sequences of an owner's adapter, and its own."""
+        return self.adapters[owner[0]], self.owners[owner]
+
+    def exceed(self, owner: Owner, other: Owner) -> bool:
+        """Return whether one of an owner's places is due to another owner."""
+        if owner[0] != other[0]:
+            return self.adapters[owner[0]] > self.adapters[other[0]] + 1
+        return self.owners[owner] > self.owners[other] + 1
 
 
 class GenerationScheduler:
@@ -109,14 +136,14 @@ class GenerationScheduler:
         """Queue a generation; raises `EngineError` if it can't be run."""
         if not isinstance(command, StartGeneration):
             raise other_task("generate", command)
-        waiting = len(self._waiting) + len(self._prefetcher)
+        waiting = self._waiting.clients + self._prefetcher.clients
         waiting_max = self._config.queue_requests_max
         check_admission(command, self._slots, waiting, waiting_max, self._generations)
-        prepare, is_long = self._prompts.preparation_of(command.prompt, command.sampling)
-        if is_long:
-            self._prefetcher.add(self._generations.add(command), prepare, self._ready)
+        preparation = self._prompts.preparation_of(command.prompt, command.sampling)
+        if preparation.needs_job:
+            self._prefetcher.add(self._generations.add(command), preparation, self._ready)
         else:
-            prepared = prepare()
+            prepared = preparation.prepare()
             sequence = self._generations.add(command)
             self._generations.of(sequence).set_prompt(prepared)
             self._enqueue(sequence)
@@ -125,7 +152,7 @@ class GenerationScheduler:
         """End the generation that operation `target` started; do nothing if it has ended."""
         ended = self._generations.cancel(target)
         self.batch.forget(ended)
-        waiting = [one for one in ended if self._waiting.remove(one.command.adapter_id, one)]
+        waiting = [one for one in ended if self._waiting.remove(one.owner, one)]
         for sequence in ended:
             if sequence not in waiting:
                 self._prefetcher.cancel(sequence)
@@ -199,7 +226,7 @@ class GenerationScheduler:
         waiting = Waiting(self._waiting, self._sequences_max, single, self._is_resident)
         if self.batch.admit(waiting):
             self._prefill_singly = max(0, self._prefill_singly - 1)
-        self.batch.budget.begin_step()
+        self.batch.budget.begin_step(is_disturbed=self._is_disturbed())
         self.batch.step()
         self.batch.budget.end_step()
 
@@ -209,7 +236,7 @@ class GenerationScheduler:
             for sequence in sequences:
                 # The first one is part of the cost of the prompt.
                 if sequence.output.tokens:
-                    self._waiting.charge(sequence.command.adapter_id, 1)
+                    self._waiting.charge(sequence.owner, 1)
         continuing = []
         for index, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if self._generations.append(sequence, token):
@@ -219,7 +246,7 @@ class GenerationScheduler:
         return continuing
 
     def on_preemption(self, sequences: list[Sequence]) -> None:
-        """Let sequences wait again that had to give up their memory."""
+        """Let sequences wait again that had to give up their memory or their place."""
         self._enqueue_first(sequences)
 
     def on_failure(self, sequences: list[Sequence], failure: ForwardError) -> None:
@@ -260,9 +287,7 @@ class GenerationScheduler:
                 generation.is_computed = False
                 leaving += generation.unfinished
         if leaving:
-            self.batch.suspend(
-                [one for one in leaving if not self._waiting.remove(one.command.adapter_id, one)]
-            )
+            self.batch.suspend([one for one in leaving if not self._waiting.remove(one.owner, one)])
 
     def _resume(self, generation: Generation, slot: Slot, slot_version: int) -> None:
         """Continue a generation in a slot, from where it was suspended if it was."""
@@ -283,13 +308,13 @@ class GenerationScheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         command = sequence.command
-        self._waiting.append(command.adapter_id, sequence, len(sequence.tokens), command.priority)
+        self._waiting.append(sequence.owner, sequence, len(sequence.tokens), command.priority)
 
     def _enqueue_first(self, sequences: list[Sequence]) -> None:
         """Let sequences that were dequeued or preempted wait before the others of their adapter."""
         for sequence in reversed(sequences):
             command, cost = sequence.command, len(sequence.tokens)
-            self._waiting.append_first(command.adapter_id, sequence, cost, command.priority)
+            self._waiting.append_first(sequence.owner, sequence, cost, command.priority)
 
     def _is_resident(self, sequence: Sequence) -> bool:
         """Return whether the adapter is still in its slot; if not, fail the generation.
@@ -306,33 +331,60 @@ class GenerationScheduler:
         return True
 
     def _preempt_for_others(self) -> None:
-        """Preempt a sequence of the adapter with most of them, if another adapter waits long.
+        """Preempt a sequence of the owner with most of them, if another owner waits long.
 
-        None of a more urgent priority is: it would be the next one again.
+        Adapters are compared first, and then the clients of one. No sequence of a more urgent
+        priority is preempted: it would be the next one again.
         """
         batch = self.batch
         is_full = batch.size >= self._sequences_max or batch.lacks_memory
         self._full_steps = self._full_steps + 1 if self._waiting and is_full else 0
-        if self._full_steps < PREEMPT_AFTER_STEPS:
+        if self._full_steps < NEW_OWNER_STEPS:
             return
-        counts = Counter(one.command.adapter_id for one in batch.sequences)
-        waiting = min(self._waiting.adapters, key=lambda adapter: counts[adapter])
+        shares = Shares(batch.sequences)
+        for owner in sorted(self._waiting.owners, key=shares.of):
+            if shares.owners[owner] and self._full_steps < PREEMPT_AFTER_STEPS:
+                return
+            chosen = self._preempted_for(owner, shares)
+            if chosen is not None:
+                self._exchange(chosen, owner)
+                return
+
+    def _exchange(self, chosen: Sequence, owner: Owner) -> None:
+        """Let a sequence of the batch wait, and make it the turn of an owner."""
+        self.batch.keep(lambda one: one is not chosen)
+        self.on_preemption([chosen])
+        self._waiting.serve_next(owner)
+        self._full_steps = 0
+
+    def _preempted_for(self, owner: Owner, shares: "Shares") -> Sequence | None:
+        """Return the sequence that is preempted for an owner; None if no other has more of them.
+
+        Of the owner with most, it is one whose prompt is not in the cache yet, the youngest first,
+        or the one with the fewest tokens to compute again.
+        """
+        decoded = {id(one) for one in self.batch.running}
         candidates = [
             one
-            for one in batch.running
+            for one in self.batch.sequences
             if one.can_resume
             and one.command.priority >= self._waiting.priority
-            and counts[one.command.adapter_id] > counts[waiting] + 1
+            and shares.exceed(one.owner, owner)
         ]
-        if candidates:
-            # Of the adapter with most sequences, the one with the fewest tokens to compute again.
-            chosen = min(
-                candidates, key=lambda one: (-counts[one.command.adapter_id], len(one.tokens))
-            )
-            batch.keep(lambda one: one is not chosen)
-            self._enqueue_first([chosen])
-            self._waiting.serve_next(waiting)
-            self._full_steps = 0
+
+        def cost(one: Sequence) -> tuple[int, ...]:
+            adapter, client = shares.of(one.owner)
+            tokens = len(one.tokens) if id(one) in decoded else 0
+            return -adapter, -client, tokens, -one.command.op
+
+        return min(candidates, key=cost, default=None)
+
+    def _is_disturbed(self) -> bool:
+        """Return whether an owner waits that has no sequence in the batch."""
+        if not self._waiting:
+            return False
+        running = {one.owner for one in self.batch.sequences}
+        return not running.issuperset(self._waiting.owners)
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         sequences = self._generations.of(sequence).sequences if sequence.is_active else []

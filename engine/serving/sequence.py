@@ -15,6 +15,7 @@ from msgspec import structs
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.image_inputs import ImageInputs
 from loradock.engine.models.image_processor import ProcessedPrompt
+from loradock.engine.serving.queue import owner_of
 from loradock.engine.serving.sampling import PromptLogprobs, Sampler
 from loradock.engine.serving.structured import GrammarMatcher
 from loradock.messages.commands import StartGeneration
@@ -195,13 +196,14 @@ class Output:
 class Sequence:
     """Output number `index` of a request, from the queue to its end.
 
-    `prompt`: its tokens, empty until `set_prompt`. `images`: its images, until they are in the
-    KV cache. `can_resume`: whether its KV cache can be computed again from its tokens.
-    `is_active`: whether its generation is in progress.
+    `owner`: the adapter and the client whose turns it has. `prompt`: its tokens, empty until
+    `set_prompt`. `images`: its images, until they are in the KV cache. `can_resume`: whether its KV
+    cache can be computed again from its tokens. `is_active`: whether its generation is in progress.
     """
 
     def __init__(self, command: StartGeneration, model: CausalModel, index: int = 0) -> None:
         self.command = command
+        self.owner: Final = owner_of(command)
         self.index = index
         self.is_active = True
         self.prompt: list[int] = []

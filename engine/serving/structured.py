@@ -119,17 +119,25 @@ class GrammarCompiler:
         self._words: Any = None
         self._compiled: OrderedDict[Structure, GrammarMatcher] = OrderedDict()
 
+    def known(self, structure: Structure) -> GrammarMatcher | None:
+        """Return a grammar matcher of a structure that was compiled before; otherwise None."""
+        with self._lock:
+            known = self._compiled.get(structure)
+            if known is None:
+                return None
+            self._compiled.move_to_end(structure)
+            return known.fork()
+
     def compile(self, structure: Structure) -> GrammarMatcher:
         """Return a grammar matcher at the beginning of an output.
 
         Raises `Malformed` for a structure that can't be compiled within the bounds, and
         `NotServed` if the library is not installed or can't read the tokenizer.
         """
+        known = self.known(structure)
+        if known is not None:
+            return known
         with self._lock:
-            known = self._compiled.get(structure)
-            if known is not None:
-                self._compiled.move_to_end(structure)
-                return known.fork()
             words = self._words = self._words or self._read_tokenizer()
         source = _grammar(structure)
         error = "" if structure.kind == "choice" else probe_error(source, LIMITS)

@@ -10,9 +10,9 @@ next adapter is copied (`Residency.vacate_slot`, `GenerationScheduler.leave`): n
 while the controller decides and the copy runs.
 """
 
+from collections.abc import Callable
 from typing import Final
 
-from loradock.engine.residency.residency import Residency
 from loradock.engine.serving.scheduler import Scheduler
 from loradock.messages.commands import PreemptSlot
 from loradock.messages.ids import OpId
@@ -26,11 +26,14 @@ that its tokens would take longer than the controller allows an operation."""
 
 
 class SlotTurns:
-    """The slots whose adapters are to leave them at the end of their turns."""
+    """The slots whose adapters are to leave them at the end of their turns.
 
-    def __init__(self, scheduler: Scheduler, residency: Residency) -> None:
+    `vacate` executes an order: it reports the slot as reset.
+    """
+
+    def __init__(self, scheduler: Scheduler, vacate: Callable[[PreemptSlot], None]) -> None:
         self._scheduler = scheduler
-        self._residency = residency
+        self._vacate = vacate
         # The orders, with the steps since each of them, and the time of the first one.
         self._orders: dict[OpId, PreemptSlot] = {}
         self._steps: dict[OpId, int] = {}
@@ -55,4 +58,4 @@ class SlotTurns:
             if is_late or self._scheduler.is_turn_over(*place, order.tokens):
                 del self._orders[order.op], self._steps[order.op], self._since_s[order.op]
                 self._scheduler.leave(*place)
-                self._residency.execute(order)
+                self._vacate(order)

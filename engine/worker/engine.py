@@ -19,17 +19,18 @@ from loradock.engine.adapters.lora_model import LoadedAdapter
 from loradock.engine.adapters.reader import KnownFiles, read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import EngineError
-from loradock.engine.jobs import Jobs, ThreadedJobs
+from loradock.engine.jobs import CollectiveJobs, Jobs, ThreadedJobs
 from loradock.engine.memory import allocated_bytes
 from loradock.engine.models.binding import bind_lora, kernels_for
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.parallel import ParallelGroup
+from loradock.engine.residency.pinned import PinnedMemory
 from loradock.engine.residency.residency import OperationJob, Residency
 from loradock.engine.serving.queue import SlotTable
 from loradock.engine.serving.scheduler import choose_scheduler
 from loradock.engine.serving.turns import SlotTurns
-from loradock.engine.worker.collective_jobs import CollectiveJobs
+from loradock.engine.serving.warm_up import warm_up
 from loradock.engine.worker.controller_link import SeenOperations
 from loradock.engine.worker.meter import Meter
 from loradock.messages import commands, reports
@@ -69,19 +70,20 @@ class Engine:
         self._residency_outbox: list[reports.OperationReport] = []
         jobs: Jobs[OperationJob] = _jobs_of(group, config.file_threads, wake)
         report = self._residency_outbox.append
-        self.residency: Final = Residency(
-            arena, model.shapes, self._read, jobs, report, config.pins
-        )
+        pinned = PinnedMemory(config.pinned_bytes_max) if config.pins else None
+        self.residency: Final = Residency(arena, model.shapes, self._read, jobs, report, pinned)
+        warm_up(model, punica, arena.max_loras, config.max_num_seqs)
         self._dtype = str(model.dtype).removeprefix("torch.")
-        # A separate pool, so that adapters don't wait for images to be decoded.
-        image_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
+        # A separate pool, so that adapters don't wait for images to be decoded, with a thread more
+        # for structures.
+        prompt_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads + 1, wake)
         residency = self.residency
         slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
         emit = self._outbox.append
-        self._inference = choose_scheduler(model, punica, slots, config, emit, image_jobs)
+        self._inference = choose_scheduler(model, punica, slots, config, emit, prompt_jobs)
         self._batching: Batching = model.batching if isinstance(model, CausalModel) else ""
         self._batching_refusal = next(iter(model.refusals), "")[:REASON_CHARACTERS_MAX]
-        self._turns = SlotTurns(self._inference, residency)
+        self._turns = SlotTurns(self._inference, residency.execute)
         self._seen_operations = SeenOperations()
         self._meter = Meter()
 

@@ -115,6 +115,7 @@ def configs(options: EngineProcess) -> tuple[EngineConfig, LoRAConfig]:
         model_directory=Path(start.model),
         adapter_roots=tuple(map(Path, start.adapter_roots)),
         device_bytes_max=start.device_bytes_max,
+        pinned_bytes_max=start.pinned_bytes_max,
         **vars(options.engine),
     )
     return config, LoRAConfig(max_loras=start.max_loras, **vars(options.lora))

@@ -272,15 +272,15 @@ class Worker:
             _log.warning("malformed command", error=str(error), count=self._malformed_count)
 
     def _report(self) -> None:
-        reports = self._engine.poll()
-        self._slot_changed = any(isinstance(one, SlotReset | SlotWritten) for one in reports)
-        self._send_reports(reports)
+        self._slot_changed = False
+        self._send_reports(self._engine.poll())
         if self._link.needs_sync:
             self._synchronise()
 
     def _send_reports(self, reports: Sequence[Report]) -> None:
         """Send new reports; those that can't be sent are part of the next synchronisation."""
         for report in reports:
+            self._slot_changed |= isinstance(report, SlotReset | SlotWritten)
             if self._spans is not None:
                 self._spans.on_report(report)
             frame = self._link.encode(report)

@@ -88,7 +88,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     output, settings = output_of(ctx, as_json), settings_of(ctx)
     with open_client(ctx):
-        # Only checks that a server answers; the load has a client of its own.
+        # Only checks that a server answers; the load has a separate client.
         pass
     names: Sequence[str | None] = adapter or (None,)
 

@@ -45,7 +45,7 @@ def write_example(directory: Path) -> None:
     if source is None:
         raise FileNotFoundError("this installation has no example; the sources have it")
     try:
-        # What is removed after an error is of this process: another one may have begun as well.
+        # What is removed after an error is of this process: another process can have begun as well.
         directory.mkdir(parents=True)
     except FileExistsError as error:
         raise typer.BadParameter(f"{directory} exists; name a new directory") from error

@@ -27,12 +27,12 @@ class ExitCode(IntEnum):
 
 EXIT_MEANINGS: Final[dict[ExitCode, str]] = {
     ExitCode.OK: "done",
-    ExitCode.FAILURE: "failed for a reason that has no exit code of its own (also L017)",
+    ExitCode.FAILURE: "failed for a reason that has no separate exit code (also L017)",
     ExitCode.USAGE: "wrong usage: an invalid option, name or request (L012, L019)",
     ExitCode.NOT_FOUND: "unknown adapter, or its files were not found (L002, L006)",
     ExitCode.REFUSED: "refused: the adapter or the request is not acceptable "
     "(L003, L005, L007, L008, L009, L010, L013, L016)",
-    ExitCode.NO_ROOM: "no space, out of memory or overloaded; may succeed later (L001, L004, L015)",
+    ExitCode.NO_ROOM: "no space, out of memory or overloaded; can succeed later (L001, L004, L015)",
     ExitCode.UNREACHABLE: "server or engine gone or stopping, or no answer in time (L011, L018)",
     ExitCode.LOG: "the log is corrupt, diverges, or can't be written (L014)",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
@@ -74,7 +74,7 @@ HINTS: Final[dict[ErrorCode, str]] = {
     ErrorCode.NOT_RESIDENT: "`loradock activate` copies it into a slot again",
     ErrorCode.NOT_FINITE: "train or export the adapter again; nothing of it was kept",
     ErrorCode.PATH_NOT_ALLOWED: "the server loads adapters only from below its --adapter-root; "
-    "links may lead to places below one",
+    "links can lead to places below a root",
     ErrorCode.CONFLICT: "`loradock show` shows its state; `load --replace` replaces the content "
     "of a name, `remove --force` removes a held adapter",
     ErrorCode.ENGINE_GONE: "`loradock status` shows whether an engine is attached, `loradock "

@@ -157,7 +157,7 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
     logprobs: Annotated[
         int | None,
         option(
-            "Print each token's log-probability, and those of the NUMBER most likely ones.",
+            "Print the log-probability of each token, and of the NUMBER most likely tokens.",
             ge=0,
             le=LOGPROBS_MAX,
         ),
@@ -165,8 +165,8 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[
         int | None,
         option(
-            "Print the log-probability of each token of the prompt, and those of the NUMBER most "
-            "likely ones.",
+            "Print the log-probability of each token of the prompt, and of the NUMBER most likely "
+            "tokens.",
             ge=0,
             le=LOGPROBS_MAX,
         ),

@@ -30,7 +30,7 @@ _END_S: Final = 30.0
 """Time for the processes of a server to end after its requests have ended."""
 
 START_S: Final = 20.0
-"""Time that `ready` waits while no process has the directory: a server may just be starting."""
+"""Time that `ready` waits while no process has the directory: a server can be starting."""
 
 READY_S: Final = 300.0
 DRAIN_S: Final = 30.0
@@ -91,7 +91,7 @@ class _NotReady(NamedTuple):
 
 
 def _readiness(ctx: typer.Context) -> "StatusShown | _NotReady":
-    hint = "`loradock serve` logs why it can't start one; the model may be loading"
+    hint = "`loradock serve` logs why it can't start one; perhaps the model is loading"
     try:
         with open_client(ctx) as client:
             status = client.status(_ANSWER_S)

@@ -74,7 +74,7 @@ def replay(
     options: ReplayOptions,
     directory: Annotated[
         Path | None,
-        typer.Argument(help="The controller's directory. Default: that of --dir."),
+        typer.Argument(help="The controller's directory. Default: --dir."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

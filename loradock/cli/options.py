@@ -149,7 +149,7 @@ def _show_all(ctx: typer.Context, is_requested: bool) -> None:
 def with_each_value_flagged(args: list[str], flags: set[str]) -> Iterator[str]:
     """Yield the words of a command line, with a flag of `flags` before each of its values.
 
-    An option that may be repeated so takes several values at once, as vLLM's options do.
+    An option that can be repeated takes several values at once, as vLLM's options do.
     """
     flag, has_value = "", True
     for word in args:

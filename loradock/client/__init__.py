@@ -9,7 +9,7 @@ never waits beyond its time limit.
         print(client.generate("hello", adapter="upper", max_tokens=16).text())
         print(client.generate("what is <image>?", images=["cat.png"]).text())
 
-A client is not thread-safe: use one per thread. Several generations of one client may be read
+A client is not thread-safe: use one per thread. Several generations of one client can be read
 alternately; reading one also receives the chunks of the others.
 """
 

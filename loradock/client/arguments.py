@@ -226,7 +226,7 @@ def _out_of_bounds(name: str, value: Any, kind: types.Type) -> Iterator[str]:
 
 
 def _number(bound: float) -> str:
-    """Return every digit of an integer: a request may have exactly that one."""
+    """Return every digit of an integer: a request can have exactly that one."""
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 

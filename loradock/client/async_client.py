@@ -37,7 +37,7 @@ _FRAMES_PER_TURN = 256
 class AsyncClient(Methods):
     """A client of one controller for any number of concurrent tasks of one event loop.
 
-    Use it with `async with`. The arguments are those of `Client`.
+    Use it with `async with`. It has the arguments of `Client`.
     """
 
     def __init__(  # noqa: PLR0913 - named options
@@ -136,7 +136,7 @@ class AsyncPort(Port):
         return await asyncio.to_thread(function)
 
     def drop(self, call: GenerationCall) -> None:
-        """Cancel a generation that nothing refers to; any thread may call this."""
+        """Cancel a generation that nothing refers to; any thread can call this."""
         if self._loop is None or os.getpid() != self._pid:
             return
         # The loop may be closed, and with it the client.

@@ -2,7 +2,7 @@
 
 `ClientCall` holds one request until it is settled: its encoding, when that is sent next, the
 deadline and the outcome. `GenerationCall` and `PoolingCall` add output that is streamed before a
-final reply, in chunks that may repeat, overlap or have gaps. The table of all calls is
+final reply, in chunks that can repeat, overlap or have gaps. The table of all calls is
 `loradock.client.session.Session`.
 
 An attempt is settled exactly once: by an answer, a refusal or the deadline.
@@ -17,7 +17,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from loradock.messages.errors import ERRORS, EngineGone, ErrorCode, LoradockError
+from loradock.messages.errors import EngineGone, ErrorCode, LoradockError
 from loradock.messages.requests import (
     Classify,
     Embed,
@@ -39,14 +39,6 @@ NO_ID: Final = ""
 
 LOST_AFTER_PAUSES: Final = 4
 """A stream is considered lost after this multiple of its longest pause."""
-
-
-def error_of(refused: Refused) -> LoradockError:
-    """Return the exception for a refusal."""
-    error = ERRORS[refused.code](refused.message, refused.request_id)
-    error.retry_after_s = refused.retry_after_ms / 1000
-    error.details = refused.details
-    return error
 
 
 class Timing(Struct, frozen=True):
@@ -122,10 +114,10 @@ class ClientCall:
         if not isinstance(reply, Refused):
             self.settle(reply)
         elif isinstance(self.request, Query) and reply.code is ErrorCode.OVERLOADED:
-            self.overload = error_of(reply)
+            self.overload = reply.error()
             self.send_at = max(self.send_at, now + self.overload.retry_after_s)
         else:
-            self.settle(error_of(reply))
+            self.settle(reply.error())
 
     def settle(self, outcome: Reply | LoradockError) -> None:
         """Record the outcome."""

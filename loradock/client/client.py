@@ -221,7 +221,7 @@ class Client(Blocking[Methods]):
 
 
 class ExclusiveUse:
-    """A context that one thread at a time may enter; it raises instead of waiting.
+    """A context that one thread at a time can enter; it raises instead of waiting.
 
     The sockets of ZeroMQ must not be used by two threads, and do not work after a fork.
     """

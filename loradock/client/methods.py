@@ -88,7 +88,7 @@ class Methods:
     async def load(
         self, adapter: str, path: str = "", replace: bool = False, timeout_s: float | None = None
     ) -> AdapterDone:
-        """Load an adapter into host memory; with `replace`, a known name may get other content."""
+        """Load an adapter into host memory; with `replace`, a known name can get other content."""
         return await self._ask(LoadAdapter(NO_ID, adapter, path, replace), AdapterDone, timeout_s)
 
     async def stage(
@@ -346,7 +346,7 @@ class Methods:
     async def _settled(self, begin: Callable[[Session, float], C]) -> C:
         port = self._port
         with port.use():
-            return await port.complete(begin(port.session, time.monotonic()))
+            return await _completed(port, begin(port.session, time.monotonic()))
 
     async def _fetch(self, request: FetchEvents) -> FetchReply:
         """Return the answer to a fetch of events; a long snapshot is completed to a list."""
@@ -376,6 +376,16 @@ class Methods:
         return await self._settled(lambda session, now: session.begin(request, now, timeout_s))
 
 
+async def _completed(port: Port, call: C) -> C:
+    """Send a call that has begun and wait until it is settled; it is then forgotten."""
+    port.flush()
+    try:
+        await port.wait(call, lambda: call.settled)
+    finally:
+        port.session.forget(call)
+    return call
+
+
 Page = AdaptersPage | AdaptersListed | SnapshotFetched
 """A part of a list: one page, a short list as a whole, or the first page from a fetch of events."""
 
@@ -402,7 +412,7 @@ class AsyncGeneration:
 
     It starts when it is awaited, which returns it, or used for the first time. A chunk is a
     `TokensStreamed`: `tokens[i]` is token `offset + i` of output `index`, each once. Only one task
-    may read it. Leaving the `async with` block, `close()`, and dropping the last reference to it,
+    can read it. Leaving the `async with` block, `close()`, and dropping the last reference to it,
     as by leaving an `async for` loop over it, cancel a generation that was not read to its end.
     """
 
@@ -495,7 +505,7 @@ class AsyncGeneration:
             asked = self._port.session.begin_cancel(call, time.monotonic())
             if asked is None:
                 return False
-            await self._port.complete(asked)
+            await _completed(self._port, asked)
         return answer_of(asked, CancelDone).found
 
     async def close(self) -> None:

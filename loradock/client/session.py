@@ -86,7 +86,7 @@ class Session:
     `receive` processes frames from the controller, `due` returns the frames to send, `wake_at`
     returns when to call `due` next. Times are seconds of any monotonic clock. `token` is secret and
     of this session alone: it proves that its frames, from any connection, are of one client.
-    `silence` returns why no server answers, empty if one may: the error of a call that no server
+    `silence` returns why no server answers, empty if one can: the error of a call that no server
     has answered in time contains it. `on_change` is called with a call that has received output or
     is settled.
     """
@@ -185,7 +185,7 @@ class Session:
         self._calls.pop(call.request_id, None)
 
     def close(self, message: str) -> None:
-        """Settle every call as `EngineGone` and refuse new ones."""
+        """Settle every call as `EngineGone` and refuse new calls."""
         self._closed = True
         for call in list(self._calls.values()):
             self._calls.pop(call.request_id)

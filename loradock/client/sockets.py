@@ -22,7 +22,7 @@ from loradock.client.session import Session
 from loradock.client.streams import Subscription
 from loradock.messages.addresses import (
     EVENTS_PORT_OFFSET,
-    SOCKET_PATH_BYTES_MAX,
+    endpoint,
     with_port_offset,
 )
 from loradock.messages.wire import EVENTS, REPLY_BYTES_MAX, TOKEN_BYTES
@@ -38,7 +38,7 @@ DIRECTORY_DEFAULT: Final = ".loradock"
 _RECONNECT_MS: Final = 50
 _RECONNECT_MS_MAX: Final = 1000
 _QUEUE_FRAMES_MAX: Final = 100_000
-# How long a closed socket may still send: a cancellation whose answer is not awaited.
+# How long a closed socket can still send: a cancellation whose answer is not awaited.
 _LINGER_MS: Final = 100
 # A remote controller that has vanished is connected to again after this time.
 _REMOTE_SILENCE_MS: Final = 30_000
@@ -47,16 +47,6 @@ _REMOTE_SILENCE_MS: Final = 30_000
 def runtime_directory(directory: str | os.PathLike[str] | None = None) -> Path:
     """Return the controller's directory: the argument, `$LORADOCK_DIR` or `./.loradock`."""
     return Path(directory or os.environ.get(DIRECTORY_VARIABLE) or DIRECTORY_DEFAULT)
-
-
-def requests_endpoint(directory: Path) -> str:
-    """Return the address for requests; raises `ValueError` for a path that is too long."""
-    return _endpoint(directory, "requests.sock")
-
-
-def events_endpoint(directory: Path) -> str:
-    """Return the address of published events; raises `ValueError` for a path that is too long."""
-    return _endpoint(directory, "events.sock")
 
 
 class Keys(NamedTuple):
@@ -90,7 +80,7 @@ def connection_to(
         if key or server_key:
             raise ValueError("keys need an address: they are for remote controllers")
         local = runtime_directory(directory)
-        return Connection(requests_endpoint(local), events_endpoint(local))
+        return Connection(endpoint(local, "requests.sock"), endpoint(local, "events.sock"))
     if directory is not None:
         raise ValueError("a controller is reached by its directory or by its address, not by both")
     if not key or not server_key:
@@ -123,7 +113,7 @@ def open_events(context: "zmq.Context[Socket]", connection: Connection) -> Socke
 def unserved_reason(connection: Connection) -> str:
     """Return why no process accepts connections for requests; empty if one does.
 
-    A remote address is not tried: a connection to it may take long.
+    A remote address is not tried: a connection to it can take long.
     """
     if connection.keys is not None:
         return ""
@@ -147,7 +137,7 @@ def unserved_reason(connection: Connection) -> str:
 
 
 def silence_reason(connection: Connection) -> str:
-    """Return why no local server answers, and the command that starts one; empty if one may."""
+    """Return why no local server answers, and the command that starts one; empty if one can."""
     reason = unserved_reason(connection)
     if not reason:
         return ""
@@ -176,17 +166,6 @@ def _set_options(socket: "zmq.Socket[Any]", keys: Keys | None) -> None:
     socket.setsockopt(zmq.SNDHWM, _QUEUE_FRAMES_MAX)
     socket.setsockopt(zmq.RCVHWM, _QUEUE_FRAMES_MAX)
     socket.setsockopt(zmq.MAXMSGSIZE, REPLY_BYTES_MAX)
-
-
-def _endpoint(directory: Path, name: str) -> str:
-    path = os.fspath(directory / "run" / name)
-    size = len(os.fsencode(path))
-    if size > SOCKET_PATH_BYTES_MAX:
-        raise ValueError(
-            f"the socket path {path} has {size} bytes and Unix allows {SOCKET_PATH_BYTES_MAX}; "
-            "use a shorter directory, or a relative one"
-        )
-    return f"ipc://{path}"
 
 
 def forked_error(pid: int) -> RuntimeError:
@@ -222,15 +201,6 @@ class Port(ABC):
         )
         self._socket: zmq.Socket[bytes] = open_requests(context, connection)
 
-    async def complete(self, call: C) -> C:
-        """Send a call that has begun and wait until it is settled; it is then forgotten."""
-        self.flush()
-        try:
-            await self.wait(call, lambda: call.settled)
-        finally:
-            self.session.forget(call)
-        return call
-
     @abstractmethod
     def use(self) -> AbstractContextManager[None]:
         """Return the context in which the session is used.
@@ -253,7 +223,7 @@ class Port(ABC):
 
     @abstractmethod
     def drop(self, call: GenerationCall) -> None:
-        """Cancel a generation that nothing refers to; any thread may call this."""
+        """Cancel a generation that nothing refers to; any thread can call this."""
 
     @abstractmethod
     def subscribe(self) -> Subscription:

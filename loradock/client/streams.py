@@ -186,7 +186,7 @@ class AsyncEventStream:
         self._fetch = fetch
         self._subscription = subscription
         self._cursor = cursor
-        # A local subscription may be silent.
+        # A local subscription can be silent.
         self._silence_s = SILENCE_S if is_remote else math.inf
         self._received_at = time.monotonic()
 

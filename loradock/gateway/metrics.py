@@ -410,7 +410,7 @@ def _of_slots(status: StatusShown, adapters_max: int) -> Iterator[Family]:
     on_host = sum(states.get(state, 0) for state in (CPU_CACHED, PINNED, GPU_SLOT))
     slots = next((tier.count_max for tier in status.tiers if tier.name == "device"), 0)
     # A router takes a name that is missing for an adapter that has to be loaded first, so those in
-    # slots are all named: their number is that of the slots.
+    # slots are all named: there are no more of them than slots.
     info = (str(slots), joined(in_slots, len(in_slots)), joined(waiting, adapters_max))
     yield _gauge(
         "vllm:lora_requests_info",

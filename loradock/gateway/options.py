@@ -23,7 +23,7 @@ AUTO_PARSER: Final = "auto"
 """Stands for the format of tool calls that the chat template shows."""
 
 KEYS_VARIABLES: Final = ("LORADOCK_API_KEY", "VLLM_API_KEY")
-"""Environment variables that may contain an API key."""
+"""Environment variables that can contain an API key."""
 
 
 class GatewayOptions(Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
     allowed_hosts: Annotated[
         tuple[str, ...],
         option(
-            "Name under which requests may address the gateway; repeat for several, * for any. "
+            "Name under which requests can address the gateway; repeat for several, * for any. "
             "Default: any with an API key, HTTPS or a network's address; otherwise localhost, "
             "127.0.0.1, ::1 and the address of --http, so that no web page can reach it.",
             metavar="HOST",
@@ -56,7 +56,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
     allowed_origins: Annotated[
         tuple[str, ...],
         option(
-            "Web site whose pages may read answers in a browser (CORS), as https://example.org; "
+            "Web site whose pages can read answers in a browser (CORS), as https://example.org; "
             "several, a JSON list, or * for any. Default: none.",
             flag="--allowed-origins",
             metavar="ORIGIN",
@@ -65,7 +65,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
     allowed_methods: Annotated[
         tuple[str, ...],
         option(
-            "Method that pages of --allowed-origins may use; several, or a JSON list. Default: "
+            "Method that pages of --allowed-origins can use; several, or a JSON list. Default: "
             "all.",
             flag="--allowed-methods",
             metavar="METHOD",
@@ -74,7 +74,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
     allowed_headers: Annotated[
         tuple[str, ...],
         option(
-            "Header that pages of --allowed-origins may send; several, or a JSON list. Default: "
+            "Header that pages of --allowed-origins can send; several, or a JSON list. Default: "
             "all.",
             flag="--allowed-headers",
             metavar="HEADER",
@@ -96,7 +96,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
     root_path: Annotated[
         str,
         option(
-            "Prefix of all paths at a proxy in front of the gateway, as /llm; requests may have "
+            "Prefix of all paths at a proxy in front of the gateway, as /llm; requests can have "
             "it or not. Default: none.",
             metavar="PATH",
         ),
@@ -172,7 +172,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
     allowed_media_domains: Annotated[
         tuple[str, ...],
         option(
-            "Host from which images may be fetched; repeat for several. Default: none, so that "
+            "Host from which images can be fetched; repeat for several. Default: none, so that "
             "images are data URLs.",
             metavar="HOST",
         ),
@@ -205,7 +205,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
     drain_timeout_s: Annotated[
         int,
         option(
-            "How long requests may take to end at a stop; `serve` waits 10 s for its gateway.",
+            "How long requests can take to end at a stop; `serve` waits 10 s for its gateway.",
             ge=0,
             unit="seconds",
         ),
@@ -219,7 +219,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
     )
     metrics_adapters_max: Annotated[
         int,
-        option('Largest number of adapters with metrics of their own; the rest are "other".', ge=0),
+        option('Largest number of adapters with separate metrics; the rest are "other".', ge=0),
     ] = 100
 
 

@@ -220,7 +220,7 @@ class Past:
     async def events(self, request: Request) -> History:
         """Past life-cycle events.
 
-        They are those after `since`, all or those of `adapter`.
+        They follow `since`: all, or the events of `adapter`.
         """
         since = _number(request, "since", 0, 2**62)
         limit = _number(request, "limit", PAGE_EVENTS_MAX, PAGE_EVENTS_MAX)

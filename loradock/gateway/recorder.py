@@ -22,7 +22,7 @@ REQUEST_S: Final = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Bounds of the buckets in seconds, those of vLLM's histograms."""
+"""Bounds of the buckets in seconds, as in vLLM's histograms."""
 
 OUTPUTS: Final = (1, 2, 5, 10, 20)
 
@@ -105,7 +105,7 @@ class Measurement:
         self._ended = False
 
     def on_tokens(self, index: int, count: int) -> None:
-        """Record tokens of an output; those of one message share the time since the last one."""
+        """Record tokens of an output; tokens of one message share the time since the last one."""
         now = time.monotonic()
         self._recorder.output_tokens += count
         output = self._outputs.get(index)

@@ -14,14 +14,14 @@ from pathlib import Path
 def import_own_package() -> None:
     """Import `loradock` from the directory that contains this file's package.
 
-    Its modules are then found through it. The directory does not stay on `sys.path`: it may be
+    Its modules are then found through it. The directory does not stay on `sys.path`: it can be
     site-packages, which must not precede the standard library.
     """
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import loradock
 
     del sys.path[0], loradock
-    # For the processes that a library may start.
+    # For the processes that a library can start.
     os.environ["PYTHONSAFEPATH"] = "1"
 
 

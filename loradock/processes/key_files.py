@@ -39,7 +39,7 @@ def check_key(key: str, what: str) -> str:
 
 
 def read_key_pair(path: str | os.PathLike[str]) -> KeyPair:
-    """Return a key pair from its file; raises `KeyFileError` if other users may access the file."""
+    """Return a key pair from its file; raises `KeyFileError` if other users can access the file."""
     try:
         pair = msgspec.json.decode(_read(path, is_private=True), type=KeyPair)
     except msgspec.MsgspecError as error:

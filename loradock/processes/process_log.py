@@ -120,7 +120,7 @@ def configure(log_format: str = "console", name: str = "", log_level: str = "inf
     """Make all loggers of this process, and its uncaught exceptions, lines on stderr.
 
     `name` is the name of loggers without one. Tracebacks are plain: structlog's own show the local
-    variables of every frame, which may be prompts and may take seconds to print.
+    variables of every frame, which can be prompts and can take seconds to print.
     """
     if log_format not in ("console", "json"):
         raise ValueError(f"log format {log_format!r} is not known; known are console and json")

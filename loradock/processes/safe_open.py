@@ -22,7 +22,7 @@ _SHOWN_MAX: Final = 160
 
 
 class NotAllowed(Exception):  # noqa: N818 - what the path is
-    """A path that is not below a root, or a file that may not be read; the text says why."""
+    """A path that is not below a root, or a file that must not be read; the text says why."""
 
 
 class NotFound(Exception):  # noqa: N818 - what happened to the file
@@ -71,10 +71,10 @@ class SafeDirectory:
             if not stat.S_ISREG(status.st_mode):
                 raise NotAllowed(f"{name} is not a regular file; only regular files are read")
             if status.st_nlink > 1:
-                # The other name may be outside all roots, in a directory that its owner keeps
+                # The other name can be outside all roots, in a directory that its owner keeps
                 # closed.
                 raise NotAllowed(
-                    f"{name} has {status.st_nlink} names (hard links), and some may be outside "
+                    f"{name} has {status.st_nlink} names (hard links), and some can be outside "
                     "the adapter roots; replace it by a copy"
                 )
             return _open_for_reading(place, name)

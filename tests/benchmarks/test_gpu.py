@@ -1,10 +1,12 @@
 """The parts of the GPU benchmarks that need no device."""
 
+import json
 import re
 import subprocess
 import sys
 from math import inf
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from benchmarks.gpu_kernels import (
     document,
     target_lines,
 )
+from benchmarks.gpu_lines import append
 from benchmarks.tune_kernels import (
     CELLS,
     EXPERTS_CELLS,
@@ -201,7 +204,7 @@ def test_every_operation_is_tested_compiled_and_some_of_its_tests_sanitized() ->
         path.removeprefix("tests/engine/kernels/test_").removesuffix(".py") for path in SHARED
     }
     # A base layer's own product is the library's, where that is faster on a CPU.
-    operations = set(choose_kernels("cpu", "cpu")._fields) - {"plan_linear"}
+    operations = set(choose_kernels("cpu", "cpu")._fields) - {"plan_linear", "variant_of"}
     assert tested >= {re.sub("(shrink|expand)$", "shrink_expand", name) for name in operations}
     texts = [(Path(__file__).parents[2] / path).read_text() for path in SHARED]
     for part in SANITIZED:
@@ -212,34 +215,99 @@ def test_every_operation_is_tested_compiled_and_some_of_its_tests_sanitized() ->
         assert any(re.search(rf"def test_\w*{part}", text) for part in SANITIZED), path
 
 
-@pytest.mark.parametrize("failing", [set(), {4}, {0, 4}])
-def test_every_command_runs_even_after_a_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: set[int]
-) -> None:
-    ran: list[list[str]] = []
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[str], float]]:
+    """A device on paper, with its figures in `tmp_path`; return the commands and their limits."""
+    ran: list[tuple[list[str], float]] = []
 
-    def run(command: list[str], **_options: object) -> subprocess.CompletedProcess[bytes]:
-        ran.append(command)
-        index = len(ran) - 1
-        return subprocess.CompletedProcess(command, 7 + index if index in failing else 0)
+    def run(
+        command: list[str], timeout: float, **_options: object
+    ) -> subprocess.CompletedProcess[bytes]:
+        ran.append((command, timeout))
+        return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Card 80GB")
     monkeypatch.setattr(gpu.shutil, "which", lambda name, path: f"/tools/{name}")
     monkeypatch.setattr(gpu.subprocess, "run", run)
-    assert gpu.main() == (7 + min(failing) if failing else 0)
-    assert len(ran) == 5
-    assert [command[2] for command in ran if command[0].startswith("/tools")] == [*gpu.TOOLS]
-    assert {*gpu.marked_files()} < {*ran[0]}
-    assert ran[-1][-1] == "benchmarks.gpu_kernels"
-    assert capsys.readouterr().out.count("status ") == len(failing)
+    monkeypatch.setenv("LORADOCK_GPU_FIGURES", str(tmp_path))
+    return ran
 
 
-def test_the_figures_need_only_torch_and_triton() -> None:
+@pytest.mark.parametrize("failing", [set(), {0}, {2, 6}])
+def test_every_stage_runs_within_its_limit_even_after_a_failure(
+    card: list[tuple[list[str], float]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failing: set[int],
+) -> None:
+    succeed = gpu.subprocess.run
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
+        succeed(command, **options)
+        index = len(card) - 1
+        if index == 6 and index in failing:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return subprocess.CompletedProcess(command, 7 + index if index in failing else 0)
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    assert gpu.main([]) == (7 + min(failing) if failing else 0)
+    assert len(card) == 8
+    limits = [stage.limit_s for stage in gpu.stages().values() for _ in stage.commands]
+    assert all(limit <= most for (_, limit), most in zip(card, limits, strict=True))
+    assert max(limits) < 600
+    commands = [command for command, _ in card]
+    assert [command[2] for command in commands if command[0].startswith("/tools")] == [*gpu.TOOLS]
+    assert {*gpu.marked_files()} < {*commands[4]}
+    assert capsys.readouterr().out.count("\nstatus ") == len(failing)
+
+
+def test_the_last_run_of_each_stage_is_kept_also_if_it_was_ended(
+    card: list[tuple[list[str], float]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(command: list[str], **_options: object) -> subprocess.CompletedProcess[bytes]:
+        append("smoke", figure=len(command))
+        raise subprocess.TimeoutExpired(command, 1.0)
+
+    assert gpu.main(["smoke"]) == 0
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    for _ in range(2):
+        assert gpu.main(["smoke"]) == gpu.ENDED
+    (lines,) = json.loads((tmp_path / "gpu-a-card-80gb.json").read_text()).values()
+    assert [line.get("figure") for line in lines] == [None, 3, None]
+    assert lines[-1]["statuses"] == [gpu.ENDED]
+
+
+def test_a_stage_that_does_not_exist_is_refused(
+    card: list[tuple[list[str], float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(["smoke", "steps"]) == 2
+    assert "stages must be among smoke, step, kernels, tune, tests, got steps" in (
+        capsys.readouterr().out
+    )
+    assert not card
+
+
+KERNELS_ALONE: Final = ("gpu", "gpu_kernels", "tune_kernels")
+WITH_ENGINE: Final = ("gpu_smoke", "gpu_step")
+CARRIED: Final = ("msgspec", "structlog", "re2", "transformers")
+"""Libraries of the engine that are carried to a bare GPU machine; see benchmarks/README.md."""
+
+ABSENT: Final = (
+    *("zmq", "transitions", "caio", "httptools", "starlette", "uvicorn", "httpx", "openai"),
+    *("llguidance", "opentelemetry", "tensorizer", "llguidance", "accelerate", "torchao"),
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"), [(KERNELS_ALONE, (*ABSENT, *CARRIED)), (WITH_ENGINE, ABSENT)]
+)
+def test_a_stage_needs_only_what_is_on_a_bare_machine_or_carried(
+    modules: tuple[str, ...], absent: tuple[str, ...]
+) -> None:
     script = (
         "import sys\n"
-        "for name in ('msgspec', 'structlog', 'zmq', 'transitions', 'transformers', 'peft'):\n"
-        "    sys.modules[name] = None\n"
-        "import benchmarks.gpu, benchmarks.gpu_kernels, benchmarks.tune_kernels\n"
+        f"sys.modules.update(dict.fromkeys({absent}))\n"
+        f"import {', '.join(f'benchmarks.{name}' for name in modules)}\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

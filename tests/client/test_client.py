@@ -14,8 +14,8 @@ from loradock.client import (
     NoRoom,
     UnknownAdapter,
 )
-from loradock.client.sockets import requests_endpoint
 from loradock.messages import requests as rq
+from loradock.messages.addresses import endpoint
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import Sampling
 from loradock.messages.wire import REPLIES, REQUESTS
@@ -121,7 +121,7 @@ def test_malformed_frames_are_ignored(tmp_path):
     (tmp_path / "run").mkdir()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
-        router.bind(requests_endpoint(tmp_path))
+        router.bind(endpoint(tmp_path, "requests.sock"))
 
         def answer():
             route, _ = router.recv_multipart()

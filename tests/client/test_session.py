@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loradock.client.calls import NO_ID, error_of
+from loradock.client.calls import NO_ID
 from loradock.client.session import Session, answer_of
 from loradock.messages import requests as rq
 from loradock.messages.errors import (
@@ -35,7 +35,7 @@ def test_every_code_has_one_error_and_every_error_one_code():
     with_codes = {one for one in all_subclasses(LoradockError) if "code" in vars(one)}
     assert set(ERRORS.values()) == with_codes
     for code, error in ERRORS.items():
-        raised = error_of(rq.Refused("r1", code, "what was found"))
+        raised = rq.Refused("r1", code, "what was found").error()
         assert type(raised) is error
         assert (raised.code, raised.message, raised.request_id) == (code, "what was found", "r1")
         assert raised.retryable == MEANINGS[code].retryable

@@ -8,13 +8,11 @@ import pytest
 from loradock.client import Client
 from loradock.client.sockets import (
     connection_to,
-    events_endpoint,
-    requests_endpoint,
     runtime_directory,
     silence_reason,
     unserved_reason,
 )
-from loradock.messages.addresses import SOCKET_PATH_BYTES_MAX
+from loradock.messages.addresses import SOCKET_PATH_BYTES_MAX, endpoint
 from tests.support.simulation.standin_controller import StandIn
 
 
@@ -24,13 +22,12 @@ def test_the_directory_is_the_argument_or_the_variable_or_the_default(monkeypatc
     monkeypatch.setenv("LORADOCK_DIR", str(tmp_path))
     assert runtime_directory() == tmp_path
     assert str(runtime_directory("elsewhere")) == "elsewhere"
-    assert requests_endpoint(tmp_path) == f"ipc://{tmp_path}/run/requests.sock"
-    assert events_endpoint(tmp_path) == f"ipc://{tmp_path}/run/events.sock"
+    assert connection_to(tmp_path).events == f"ipc://{tmp_path}/run/events.sock"
 
 
 def test_a_socket_path_that_is_too_long_is_refused(tmp_path):
     longest = "d" * (SOCKET_PATH_BYTES_MAX - len("/run/requests.sock"))
-    assert requests_endpoint(runtime_directory(longest))
+    assert endpoint(runtime_directory(longest), "requests.sock")
     with pytest.raises(ValueError, match=r"has 108 bytes and Unix allows 107.*shorter"):
         Client(longest + "d")
 

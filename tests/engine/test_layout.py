@@ -63,7 +63,7 @@ def test_the_arena_returns_the_part_that_was_staged(shard: Shard) -> None:
     shapes = (last, plain, sharded)
     part = weights(shard)
     model = LoRAModel(1, RANK, {"m.1": part, "m.2": weights()})
-    blob = stage(model, shapes, torch.float32, pin=False)
+    blob = stage(model, shapes, torch.float32)
     assert blob.size_bytes == blob_bytes({"m.1": RANK, "m.2": RANK}, shapes, torch.float32)
     arena = Arena(2, shapes, 1 << 14, torch.float32, "cpu")
     arena.begin_write(0, 1, blob)

@@ -28,7 +28,7 @@ def flags_at(address: int) -> list[str]:
 
 @pytest.mark.skipif(not HAS_HUGE_PAGES, reason="the kernel has no transparent huge pages")
 def test_large_memory_is_in_huge_pages_and_no_memory_around_it() -> None:
-    large = allocate_host((40 * HUGE_PAGE_BYTES,), torch.uint8, pin=False)
+    large = allocate_host((40 * HUGE_PAGE_BYTES,), torch.uint8)
     assert "hg" in flags_at(large.data_ptr() + large.nbytes // 2)
     advised: list[tuple[int, int]] = []
 
@@ -41,7 +41,7 @@ def test_large_memory_is_in_huge_pages_and_no_memory_around_it() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "_LIBC", Recorded)
         for size in (1, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 5, 7 * HUGE_PAGE_BYTES):
-            tensor = allocate_host((size,), torch.uint8, pin=False)
+            tensor = allocate_host((size,), torch.uint8)
             assert tensor.fill_(7).min() == 7
             for start, length in advised:
                 assert start % HUGE_PAGE_BYTES == length % HUGE_PAGE_BYTES == 0
@@ -54,4 +54,4 @@ def test_large_memory_is_in_huge_pages_and_no_memory_around_it() -> None:
 
 def test_a_lack_of_memory_names_the_bytes() -> None:
     with pytest.raises(HostOutOfMemory, match=f"{sys.maxsize // 2} bytes of pageable"):
-        allocate_host((sys.maxsize // 2,), torch.uint8, pin=False)
+        allocate_host((sys.maxsize // 2,), torch.uint8)

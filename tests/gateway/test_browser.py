@@ -39,8 +39,9 @@ def site(running: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
         visit(running, gateway.url, viewport={"width": 1200, "height": 900}) as visited,
     ):
         visited.wait_for(CONNECTED)
-        visited.gateway = gateway
-        yield visited
+        shown: Any = visited
+        shown.gateway = gateway
+        yield shown
 
 
 def publish(site: Any, *happened: Any) -> None:

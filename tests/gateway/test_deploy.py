@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 from typer.main import get_command
 
 from loradock.cli.main import app
@@ -55,11 +55,13 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_are_accepted(name: Any) -> None:
-    program, *arguments = COMMANDS[name]()
+    command_of: Any = COMMANDS[name]
+    program, *arguments = command_of()
     assert Path(program).name == "loradock"
-    root = get_command(app)
-    context = root.make_context(program, arguments)
-    command, *rest = (*context._protected_args, *context.args)
+    root: Any = get_command(app)
+    context: Any = root.make_context(program, arguments)
+    words = [*context._protected_args, *context.args]
+    command, rest = words[0], words[1:]
     # An unknown option or a wrong value raises.
     root.commands[command].make_context(command, rest, parent=context)
 
@@ -86,7 +88,7 @@ def test_alerts_and_dashboard_use_metrics_that_are_exposed(served: Served) -> No
 
 
 def test_the_image_has_all_that_the_package_is_built_from() -> None:
-    copied = {}
+    copied: dict[str, str] = {}
     for line in joined_lines("Dockerfile"):
         if line.startswith("COPY "):
             *sources, target = line.split()[1:]
@@ -107,7 +109,9 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     # The command's path is that of another machine, and a template needs an instance.
     for file in (DEPLOY / "systemd").iterdir():
         name = file.name.replace("@.", "@8001.")
-        (tmp_path / name).write_text(file.read_text().replace("/opt/loradock/bin/loradock", TRUE))
+        (tmp_path / name).write_text(
+            file.read_text().replace("/opt/loradock/bin/loradock", str(TRUE))
+        )
     units = sorted(tmp_path.iterdir())
     result = subprocess.run(
         [command, "verify", "--man=no", *units], capture_output=True, text=True, check=False

@@ -15,6 +15,7 @@ from loradock.gateway.metrics import Metrics, joined, top_names
 from loradock.gateway.recorder import Histogram, Recorder
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
 from loradock.messages.views import AdapterCounters, AdapterUse, EngineStatistics
 from tests.documented_metrics import ADDED, BEGIN, END, METRICS, text
 from tests.support.documents import between_marks
@@ -127,7 +128,7 @@ def test_requests_are_measured_and_counters_only_grow(served: Served) -> None:
 def test_a_failed_request_is_counted_as_such(served: Served) -> None:
     before = scrape(served)
     served.controller.answers[rq.Generate] = lambda request: rq.Refused(
-        request.request_id, "L015", "too many"
+        request.request_id, ErrorCode.OVERLOADED, "too many"
     )
     served.post("/v1/completions", {"prompt": "p"})
     name = "vllm:request_success_total"

@@ -93,7 +93,7 @@ def test_a_reader_receives_what_events_do_not_contain(served: Served) -> None:
     waiting = msgspec.structs.replace(view("upper", "pinned"), waiting=3)
     served.controller.adapters["upper"] = waiting
     served.controller.publish(ev.AdapterHeld("upper"))
-    cards = []
+    cards: Any = []
     while not any(card["waiting"] == 3 for card in cards):
         _, _, cards = reader.next("adapters")
     reader.close()

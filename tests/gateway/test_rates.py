@@ -1,6 +1,7 @@
 """Samples for the page: what happened between two readings of the totals."""
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,10 +29,11 @@ class Controller:
         pass
 
 
-def status(**fields: object) -> StatusShown:
-    return msgspec.structs.replace(
+def status(**fields: Any) -> StatusShown:
+    found: StatusShown = msgspec.structs.replace(
         STATUS, **{"counters": AdapterCounters(), "engine": EngineStatistics(), **fields}
     )
+    return found
 
 
 def taken(*statuses: StatusShown | None, waits: tuple[float, ...] = ()) -> Rates:
@@ -39,7 +41,8 @@ def taken(*statuses: StatusShown | None, waits: tuple[float, ...] = ()) -> Rates
 
     async def take() -> Rates:
         recorder = Recorder()
-        found = Rates(Controller(*statuses), recorder)
+        controller: Any = Controller(*statuses)
+        found = Rates(controller, recorder)
         for number in range(len(statuses)):
             await found.take()
             if number == 0:
@@ -85,6 +88,8 @@ def test_a_gap_or_a_new_controller_begins_again() -> None:
 
 def test_quantiles_lie_in_their_buckets() -> None:
     (sample,) = taken(status(), status(), waits=(0.3,) * 98 + (3.0,) * 2).after(0)
+    assert sample.first_token_p50_s is not None
+    assert sample.first_token_p99_s is not None
     assert 0.25 < sample.first_token_p50_s <= 0.5
     assert 2.5 < sample.first_token_p99_s <= 5.0
 

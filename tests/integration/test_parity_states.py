@@ -115,7 +115,7 @@ def driver_of(model_type: str, root: Path) -> SchedulerDriver:
     arena, punica, lora_config = bind_lora(model, wanted, 4 << 20)
     for slot, name in enumerate(RANKS):
         loaded = read_adapter(name, [root], model.adapter_target(lora_config))
-        arena.begin_write(slot, 1, stage(loaded.model, model.shapes, lora_config.dtype, False))
+        arena.begin_write(slot, 1, stage(loaded.model, model.shapes, lora_config.dtype))
         arena.finish_write(slot)
     slots = SlotTable(arena, [slot + 1 for slot in range(len(RANKS))])
     config = EngineConfig(Path(), device="cpu", max_num_seqs=3, max_num_batched_tokens=16)

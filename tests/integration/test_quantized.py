@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import ModelRefused
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.layers import wrapper_of
+from loradock.engine.models import saved_settings
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.saved_settings import loading_options
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
@@ -148,3 +150,15 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ModelRefused, match=r"loradock\[quantization\]"):
         loading_options("torchao-int8", CONFIG, CPU)
+
+
+@pytest.mark.parametrize(("name", "saved"), [("fp8", None), ("none", {"quant_method": "fp8"})])
+def test_fp8_without_its_kernels_is_refused_on_cuda_alone(
+    name: str, saved: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_settings, "find_spec", lambda _: None)
+    config = SimpleNamespace(quantization_config=saved)
+    with pytest.raises(ModelRefused, match="install kernels"):
+        loading_options(name, config, torch.device("cuda"))
+    if name == "none":
+        assert loading_options(name, config, CPU) == {}

@@ -27,8 +27,8 @@ def test_turns_keep_the_slots_in_use_and_first_tokens_early(load: TurnsLoad) -> 
     fit = load.run(adapters=SLOTS, clients=2 * SLOTS)
     more = load.run(adapters=2 * SLOTS, clients=2 * SLOTS)
     assert more.rows > 0.9 * SLOTS
-    # Of the sequences that fit, half have a slot; a step of half the rows costs 0.7.
-    assert more.tokens_per_s > 0.75 * fit.tokens_per_s
-    assert more.first_ms < 1.6 * fit.first_ms
+    # Half of the sequences have a slot: with all slots in every step, 0.8 is kept.
+    assert more.tokens_per_s > 0.78 * fit.tokens_per_s
+    assert more.first_ms < 1.3 * fit.first_ms
     # Two turns of each adapter that waits before it.
     assert more.others_tokens_max <= 2 * (TURN_TOKENS_DEFAULT + COPY_STEPS)

@@ -10,6 +10,7 @@ from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.punica.side_stream import SideStream
 from loradock.engine.residency.copier import StreamCopier, StreamCopy
 from loradock.engine.residency.extents import Compactor, Extents
+from loradock.engine.residency.pinned import PinnedMemory
 from loradock.engine.serving.decoding import CudaCapture
 from tests.support.device import RECORD
 from tests.support.device.streams import Event, Stream, use_stream
@@ -23,7 +24,10 @@ DEVICE = torch.device("cuda")
 def replace_adapter() -> None:
     """Write a slot, read it, reset it, and write another adapter at the same place."""
     arena = make_arena(torch.float32, device="cuda")
-    old, new = (make_blob({0: 4, 3: 5}, seed, torch.float32)[0].to_pinned() for seed in (1, 2))
+    pinned = PinnedMemory(1 << 20)
+    old, new = (
+        make_blob({0: 4, 3: 5}, seed, torch.float32)[0].to_pinned(pinned) for seed in (1, 2)
+    )
     for version, blob in enumerate((old, new), start=1):
         if version > 1:
             arena.reset(0, version - 1)

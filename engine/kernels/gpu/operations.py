@@ -69,6 +69,7 @@ def triton_kernels(batch_invariant: bool) -> Kernels:
         experts_shrink=on_device_of_output(operations.experts_shrink),
         experts_expand=on_device_of_output(operations.experts_expand),
         plan_linear=operations.plan_linear,
+        variant_of=operations.variant_of,
     )
 
 
@@ -134,6 +135,11 @@ class TritonOperations:
         self._configs = configs
         self._cache = LayerOperandCache()
         self._workspace = Workspace()
+
+    def variant_of(self, bounds: GroupBounds) -> tuple[str, str]:
+        """Return the regimes of a batch, which choose its launches' constants."""
+        invariant = self._batch_invariant
+        return regime_of(bounds, invariant), experts_regime_of(bounds, invariant)
 
     def shrink(
         self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float

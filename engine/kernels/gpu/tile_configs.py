@@ -107,7 +107,8 @@ SOURCE: Final[dict[int, str]] = {
 # in flight per multiprocessor and split the input until about 500 programs run; where adapters
 # alone make that many programs, fewer splits save reads of the second launch. Long groups use
 # blocks of A as high as the usual ranks, and three stages, which also fit float32 on the smallest
-# of these chips.
+# of these chips. Their expand has 64 outputs and 4 warps: blocks of 128 outputs and 8 warps need so
+# many registers that one block fills a multiprocessor, and of these four to six run on one.
 LINEAR_CONFIGS: Final[dict[int, dict[str, LinearConfig]]] = {
     80: {
         "few": LinearConfig(
@@ -125,11 +126,11 @@ LINEAR_CONFIGS: Final[dict[int, dict[str, LinearConfig]]] = {
         ),
         "prefill": LinearConfig(
             ShrinkConfig(LONG, 32, 64, 4, 4, 3),
-            ExpandConfig(LONG, 128, 16, 8, 2),
+            ExpandConfig(LONG, 64, 16, 4, 2),
         ),
         "alone": LinearConfig(
             ShrinkConfig(LONG, 64, 64, 4, 4, 3),
-            ExpandConfig(LONG, 128, 16, 8, 2),
+            ExpandConfig(LONG, 64, 16, 4, 2),
         ),
         "invariant": LinearConfig(
             ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
@@ -152,11 +153,11 @@ LINEAR_CONFIGS: Final[dict[int, dict[str, LinearConfig]]] = {
         ),
         "prefill": LinearConfig(
             ShrinkConfig(LONG, 32, 64, 4, 4, 4),
-            ExpandConfig(LONG, 128, 32, 8, 2),
+            ExpandConfig(LONG, 64, 16, 4, 2),
         ),
         "alone": LinearConfig(
             ShrinkConfig(LONG, 64, 64, 4, 4, 4),
-            ExpandConfig(LONG, 128, 32, 8, 2),
+            ExpandConfig(LONG, 64, 16, 4, 2),
         ),
         "invariant": LinearConfig(
             ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
@@ -179,11 +180,11 @@ LINEAR_CONFIGS: Final[dict[int, dict[str, LinearConfig]]] = {
         ),
         "prefill": LinearConfig(
             ShrinkConfig(LONG, 32, 64, 4, 4, 4),
-            ExpandConfig(LONG, 128, 32, 8, 2),
+            ExpandConfig(LONG, 64, 16, 4, 2),
         ),
         "alone": LinearConfig(
             ShrinkConfig(LONG, 64, 64, 4, 4, 4),
-            ExpandConfig(LONG, 128, 32, 8, 2),
+            ExpandConfig(LONG, 64, 16, 4, 2),
         ),
         "invariant": LinearConfig(
             ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
@@ -204,7 +205,7 @@ EXPERTS_CONFIGS: Final[dict[int, dict[str, ExpertsConfig]]] = {
         ),
         "prefill": ExpertsConfig(
             ShrinkConfig(LONG, 16, 64, 1, 4, 3),
-            ExpandConfig(LONG, 128, 16, 8, 2),
+            ExpandConfig(LONG, 64, 16, 4, 2),
         ),
         "invariant": ExpertsConfig(
             ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
@@ -218,7 +219,7 @@ EXPERTS_CONFIGS: Final[dict[int, dict[str, ExpertsConfig]]] = {
         ),
         "prefill": ExpertsConfig(
             ShrinkConfig(LONG, 16, 64, 1, 4, 3),
-            ExpandConfig(LONG, 128, 16, 8, 2),
+            ExpandConfig(LONG, 64, 16, 4, 2),
         ),
         "invariant": ExpertsConfig(
             ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
@@ -232,7 +233,7 @@ EXPERTS_CONFIGS: Final[dict[int, dict[str, ExpertsConfig]]] = {
         ),
         "prefill": ExpertsConfig(
             ShrinkConfig(LONG, 16, 64, 1, 4, 3),
-            ExpandConfig(LONG, 128, 16, 8, 2),
+            ExpandConfig(LONG, 64, 16, 4, 2),
         ),
         "invariant": ExpertsConfig(
             ShrinkConfig(SHORT, 16, 128, 4, 4, 4),

@@ -129,7 +129,7 @@ class Child:
 
     @property
     def can_run(self) -> bool:
-        """True if it may be started again."""
+        """True if it can be started again."""
         return self._failures < _FAILURES_MAX
 
     def start(self, parent_fd: int) -> None:
@@ -158,7 +158,7 @@ class Child:
         log.info("child started", child=self.name, pid=process.pid)
 
     def _open_process(self, parent_fd: int) -> "subprocess.Popen[bytes]":
-        # In a session of its own: only the parent receives a terminal's Ctrl-C.
+        # In a separate session: only the parent receives a terminal's Ctrl-C.
         process = subprocess.Popen(  # noqa: S603 - our own modules, no shell
             self._command,
             pass_fds=(parent_fd, *self._fds),

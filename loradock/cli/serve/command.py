@@ -29,7 +29,7 @@ from loradock.controller.core.limits import Limits, LimitsError, check_limits
 from loradock.controller.server.config import ServerConfig, ServerOptions
 from loradock.controller.server.preloads import DefaultPaths
 from loradock.gateway.options import GatewayConfig, GatewayOptions
-from loradock.messages.addresses import with_port_offset
+from loradock.messages.addresses import endpoint, with_port_offset
 from loradock.messages.engine_options import EngineOptions, LoRAOptions
 from loradock.messages.ids import NAME_PATTERN
 from loradock.messages.options import options_of
@@ -108,7 +108,6 @@ def _preloads(options: Iterable[str]) -> tuple[tuple[str, str], ...]:
 def _check_start(config: ServeConfig) -> None:
     """End the command for what can't be served, before any process is started."""
     from loradock.cli.serve import start_checks
-    from loradock.client.sockets import requests_endpoint
     from loradock.controller.server.keys import (
         DirectoryRefused,
         check_controller_directory,
@@ -118,7 +117,7 @@ def _check_start(config: ServeConfig) -> None:
     try:
         if options.engine == "managed":
             start_checks.check_start(start_checks.start_of(config))
-        requests_endpoint(directory)
+        endpoint(directory.absolute(), "requests.sock")
         check_controller_directory(directory)
     except start_checks.StartRefused as error:
         raise CommandError(ExitCode.USAGE, str(error), error.hint) from error
@@ -127,7 +126,7 @@ def _check_start(config: ServeConfig) -> None:
         raise CommandError(
             ExitCode.USAGE if isinstance(error, ValueError) else ExitCode.UNREACHABLE,
             f"--dir {directory} can't be used: {reason}",
-            "name a directory that your user may create and write, with loradock --dir DIRECTORY",
+            "name a directory that your user can create and write, with loradock --dir DIRECTORY",
         ) from error
     holder = lock_holder(directory)
     if holder:

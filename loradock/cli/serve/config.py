@@ -8,6 +8,7 @@ from loradock.controller.server.config import ServerConfig
 from loradock.gateway.options import GatewayConfig
 from loradock.messages.engine_options import (
     STEP_TIMEOUT_MS,
+    AdapterRoots,
     EngineOptions,
     LogFormat,
     LogLevel,
@@ -20,7 +21,7 @@ _HOUR_MS = 3_600_000
 
 
 class ServeOptions(Struct, frozen=True, kw_only=True):
-    """The options of `serve` that are not those of one process alone; durations in milliseconds."""
+    """The options of `serve` that are not of one process alone; durations in milliseconds."""
 
     PANEL: ClassVar = "Server"
 
@@ -32,16 +33,7 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
             is_common=True,
         ),
     ] = ""
-    adapter_roots: Annotated[
-        tuple[str, ...],
-        option(
-            "Directory to load adapters from; repeat for several. Adapters outside are refused; "
-            "links may lead to places below a root. Default: none, so that no adapter can be "
-            "loaded.",
-            metavar="DIRECTORY",
-            is_common=True,
-        ),
-    ] = ()
+    adapter_roots: AdapterRoots = ()
     adapters: Annotated[
         tuple[str, ...],
         option(

@@ -76,5 +76,5 @@ def is_stopped(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return False
-    # The state follows the name of the program, which is in parentheses and may contain some.
+    # The state follows the name of the program, which is in parentheses and can contain some.
     return stat.rpartition(b")")[2].split()[0] == b"T"

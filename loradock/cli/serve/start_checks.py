@@ -28,7 +28,7 @@ _Offset = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _PACKED: Final = frozenset(
     {"qkv_proj", "qkv", "gate_up_proj", "w13", "qkv_a_proj", "lm_head", "embed_tokens"}
 )
-"""Modules that may be made when the model is loaded, and are in no file."""
+"""Modules that can be made when the model is loaded, and are in no file."""
 
 
 class StartRefused(Exception):  # noqa: N818 - named after the event
@@ -125,10 +125,10 @@ def _check_model(model: Path) -> None:
 
 
 def _weights_files(model: Path) -> list[Path]:
-    """Return the files that the engine reads; others next to them may be anything."""
+    """Return the files that the engine reads; others next to them can be anything."""
     if (model / _WHOLE_FILE).is_file():
         return [model / _WHOLE_FILE]
-    # A config may name another file, so all are taken if neither usual name is there.
+    # A config can name another file, so all are taken if neither usual name is there.
     names = _shard_names(model) or {path.name for path in model.glob("*.safetensors")}
     if names:
         return [model / name for name in sorted(names)]
@@ -270,7 +270,7 @@ def _check_sizes(limits: Limits, *, is_cpu: bool) -> None:
 def _check_target_modules(model: Path, targets: Sequence[str]) -> None:
     """Refuse suffixes that no module in the model's files has; full names are left to the engine.
 
-    The files may name modules by other paths than the loaded model does, but not by other suffixes.
+    The files can name modules by other paths than the loaded model does, but not by other suffixes.
     """
     if not targets:
         return

@@ -21,8 +21,8 @@ from loradock.cli.serve.children import Child
 from loradock.cli.serve.config import ServeConfig
 from loradock.controller.server.config import Supervision
 from loradock.controller.server.keys import DirectoryRefused, KeyStore, new_pair
-from loradock.controller.server.listener import TransportError, endpoint
 from loradock.controller.server.supervision import RESTART, STOP_ALL
+from loradock.messages.addresses import endpoint
 from loradock.messages.engine_options import EngineProcess, EngineStart
 from loradock.processes.key_files import KeyFileError, share_key_pair
 from loradock.processes.progress import Progress
@@ -158,7 +158,7 @@ def serve(config: ServeConfig) -> Ended:
         engine = next((child for child in children if child.name == "engine"), None)
         supervisor = Supervisor(children, parent_fd, restarts_fd, engine)
         return Ended(supervisor.run(), supervisor.reason)
-    except (TransportError, DirectoryRefused, KeyFileError) as error:
+    except (DirectoryRefused, KeyFileError) as error:
         log.error("can't serve here", error=str(error))
         return Ended(EXIT_SOCKET, str(error))
     finally:
@@ -204,12 +204,13 @@ def engine_process(config: ServeConfig, supervision: Supervision, key: str) -> E
     store = KeyStore(directory)
     store.server_pair()
     start = EngineStart(
-        connect=endpoint(directory, "engine.sock"),
+        connect=endpoint(directory.absolute(), "engine.sock"),
         model=options.model,
         adapter_roots=options.adapter_roots,
         tensor_parallel_size=options.tensor_parallel_size,
         max_loras=limits.max_loras,
         device_bytes_max=limits.device_bytes_max,
+        pinned_bytes_max=limits.pinned_bytes_max,
         key=key,
         server_key=str(store.server_public_path),
         log_format=options.log_format,

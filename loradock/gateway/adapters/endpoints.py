@@ -22,9 +22,8 @@ from loradock.gateway.adapters.models import (
     model_cards,
 )
 from loradock.gateway.adapters.sources import is_adapter_name
-from loradock.gateway.http.endpoint import CHANGES, get, post
+from loradock.gateway.http.endpoint import CHANGES, get, json_response, post
 from loradock.gateway.http.errors import HttpError, error_of
-from loradock.gateway.http.streams import json_response
 from loradock.messages.errors import ErrorCode
 from loradock.messages.requests import AdapterDone
 from loradock.messages.views import AdapterView, PrefetchTarget

@@ -152,7 +152,7 @@ class ModelNames:
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request names; None for the base model.
 
-        Raises `HttpError` for a name that no adapter may have.
+        Raises `HttpError` for a name that no adapter can have.
         """
         if not model or model in self.base_names:
             return None
@@ -197,7 +197,7 @@ class Version(NamedTuple):
     """The identity of an adapter's files, and their `path`.
 
     `acceptances`: how often the engine has accepted files under the name, as far as events say:
-    files without weights may change while the fingerprint stays.
+    files without weights can change while the fingerprint stays.
     """
 
     adapter_id: int

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from loradock.client import LoradockError
 from loradock.gateway.http.errors import HttpError, Shape, error_of, error_response
-from loradock.gateway.http.streams import JsonResponse, ServerSentEvents, json_response
+from loradock.gateway.http.streams import ServerSentEvents
 from loradock.gateway.recorder import SPAN, RequestSpan
 
 TEXT_BYTES_MAX: Final = 8 << 20
@@ -64,7 +64,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
     `body` and `answer` are the types of the JSON, None if absent or text. `failure` is the type of
     errors in a separate shape, next to `ErrorBody`. `shape`: the protocol of all others.
-    `has_images`: bodies may have the configured length instead of `TEXT_BYTES_MAX`. `span`: the
+    `has_images`: bodies can have the configured length instead of `TEXT_BYTES_MAX`. `span`: the
     operation in the name of its spans; empty: it has none.
     """
 
@@ -253,6 +253,22 @@ class EndpointApp:
         return answer
 
 
+class JsonResponse(Response):
+    """An answer in JSON, whose headers cost less than those of the general class."""
+
+    def __init__(self, content: bytes, status: int) -> None:
+        self.status_code = status
+        self.body = content
+        self.background = None
+        length = str(len(content)).encode()
+        self.raw_headers = [(b"content-length", length), (b"content-type", b"application/json")]
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Return an answer with a Struct, or anything else that msgspec encodes, as JSON."""
+    return JsonResponse(msgspec.json.encode(value), status)
+
+
 def _response_of(answer: Any) -> Response:
     if isinstance(answer, JsonResponse | Response):
         return answer
@@ -341,7 +357,7 @@ def check_json_type(scope: Scope) -> None:
 def decode(decoder: "msgspec.json.Decoder[Body]", body: bytes | bytearray) -> Body:
     """Return the decoded body; raises `HttpError` for one that is not as documented.
 
-    Only the main thread may call it: its stack suffices for the depth at which decoding stops.
+    Only the main thread can call it: its stack suffices for the depth at which decoding stops.
     """
     try:
         return decoder.decode(body)

@@ -59,7 +59,7 @@ _OPENAI: Final[dict[str, tuple[str, str]]] = {
 """Error code -> the `type` and `code` by which clients of OpenAI recognize this failure."""
 
 _RETRIED: Final = (429, 503)
-"""Statuses after which the same request may succeed later."""
+"""Statuses after which the same request can succeed later."""
 
 
 class ErrorInfo(Struct, frozen=True):
@@ -149,7 +149,7 @@ def model_not_found(name: str) -> HttpError:
 
 
 def prompt_too_long(found: str, context: int | None, param: str) -> HttpError:
-    """Return the error for a prompt of which `found` is more than a request may contain.
+    """Return the error for a prompt of which `found` is more than a request can contain.
 
     `context`: the tokens of the model's context, if they are known.
     """
@@ -187,3 +187,11 @@ def unauthorized_response(shape: Shape = "openai") -> Response:
     content = msgspec.json.encode(UnauthorizedBody())
     headers = {"WWW-Authenticate": "Bearer"}
     return Response(content, 401, headers, media_type="application/json")
+
+
+def failure() -> Response:
+    """Return the answer for an internal error, which the server logs."""
+    response = error_response(HttpError(500, "the gateway failed; its log contains the reason"))
+    # The server closes the connection after it has logged the exception.
+    response.headers["connection"] = "close"
+    return response

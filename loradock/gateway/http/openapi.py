@@ -20,7 +20,7 @@ _KEY: Final = "bearer"
 def openapi_document(
     endpoints: Sequence[Endpoint], *, updating: bool, root_path: str = ""
 ) -> dict[str, Any]:
-    """Return the document; `updating`: clients may change adapters."""
+    """Return the document; `updating`: clients can change adapters."""
     types = [kind for one in endpoints for kind in (one.body, one.answer, one.failure) if kind]
     types += [ErrorBody, UnauthorizedBody, AnthropicError]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)

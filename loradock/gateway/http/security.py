@@ -1,23 +1,37 @@
-"""API keys, clients, the names of this host, and the web sites that can use it (CORS).
+"""What precedes every endpoint: API keys, clients, the names of this host, and CORS.
 
 Keys are compared by their digests in constant time.
 """
 
 import hashlib
 import hmac
+import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Scope
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loradock.gateway.http.endpoint import header_of
-from loradock.gateway.http.errors import CODE_HEADER
-from loradock.gateway.options import KEYS_VARIABLES, GatewayConfig, GatewayOptions
+from loradock.gateway.http.endpoint import Endpoint, header_of
+from loradock.gateway.http.errors import (
+    CODE_HEADER,
+    HttpError,
+    error_response,
+    failure,
+    unauthorized_response,
+)
+from loradock.gateway.options import (
+    KEYS_VARIABLES,
+    UPDATING_VARIABLE,
+    GatewayConfig,
+    GatewayOptions,
+)
 
 
 def configured_keys(options: GatewayOptions, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -41,7 +55,7 @@ def configured_keys(options: GatewayOptions, environment: Mapping[str, str]) -> 
 
 
 class ApiKeys:
-    """The keys that requests may send."""
+    """The keys that requests can send."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests: Final = tuple(_digest(key.encode()) for key in keys)
@@ -97,7 +111,7 @@ ANY_HOST: Final = "*"
 
 
 def allowed_hosts(config: GatewayConfig, keys: ApiKeys) -> frozenset[str] | None:
-    """Return the hosts that requests may name; None: any. Raises `OSError` for an unknown host.
+    """Return the hosts that requests can name; None: any. Raises `OSError` for an unknown host.
 
     Without a key, a page in a browser of this machine can reach a gateway on a loopback address: it
     has its own name resolve to that address. With HTTPS the certificate excludes that.
@@ -116,7 +130,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def with_cors(app: ASGIApp, options: GatewayOptions) -> ASGIApp:
-    """Return an application whose answers pages of other web sites may read, if any may.
+    """Return an application whose answers pages of other web sites can read, if any can.
 
     A preflight has no key, and is answered here. Raises `ValueError` for options without effect.
     """
@@ -141,7 +155,7 @@ def with_cors(app: ASGIApp, options: GatewayOptions) -> ASGIApp:
 
 
 def _items(flag: str, values: Iterable[str]) -> list[str]:
-    """Return the values of an option, of which each may be a JSON list, as vLLM has them."""
+    """Return the values of an option, of which each can be a JSON list, as vLLM has them."""
     items: list[str] = []
     for value in values:
         if not value.startswith("["):
@@ -152,3 +166,116 @@ def _items(flag: str, values: Iterable[str]) -> list[str]:
         except msgspec.MsgspecError as error:
             raise ValueError(f"{flag} {value}: {error}; a JSON list of strings") from error
     return items
+
+
+_HOST: Final = re.compile(r"(?:\[(?P<ip>[0-9A-Fa-f:.%]+)\]|(?P<name>[^\[\]:/?#@\s]*))(?::[0-9]*)?")
+"""`HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
+
+_HOST_CHARACTERS: Final = 253
+"""The length of the longest name of a host."""
+
+
+class ExactPaths:
+    """An application around another: requests with these methods and paths bypass its routes.
+
+    A route is found by trying one after another, which costs as much as the rest of the framework.
+    """
+
+    def __init__(self, apps: Mapping[tuple[str, str], ASGIApp], app: ASGIApp) -> None:
+        self._apps = apps
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; an internal error is answered, and raised for the server's log."""
+        app = self._apps.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if app is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            await app(scope, receive, send)
+        except Exception:
+            # An answer that has begun can't be replaced by another.
+            with suppress(RuntimeError):
+                await failure()(scope, receive, send)
+            raise
+
+
+class AccessCheck:
+    """The access of requests to endpoints: with a valid key, and while adapters can be changed."""
+
+    def __init__(self, keys: ApiKeys, client_header: str, *, updating: bool) -> None:
+        self._keys = keys
+        self._client_header = client_header.lower().encode()
+        self._updating = updating
+
+    def client_of(self, scope: Scope) -> str:
+        """Return the name of a request's client."""
+        return self._keys.client_of(scope, self._client_header)
+
+    def refusal(self, endpoint: Endpoint, scope: Scope) -> Response | None:
+        """Return the answer to a request without access; None if it has access."""
+        if endpoint.access == "public":
+            return None
+        if not self._keys.accept(scope):
+            return unauthorized_response(endpoint.shape)
+        if endpoint.access == "updating" and not self._updating:
+            message = (
+                "adapters can't be changed over HTTP; start the gateway with "
+                f"--allow-runtime-lora-updating or {UPDATING_VARIABLE}=1"
+            )
+            return error_response(HttpError(403, message))
+        return None
+
+
+class Entrance:
+    """An application around another, for what does not depend on the endpoint.
+
+    A request whose head is too long, or to a name that is not in `hosts`, is refused; None: any
+    name is served. The prefix `root` of a proxy is removed from paths that have it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, head_bytes_max: int, hosts: Collection[str] | None, root: str
+    ) -> None:
+        self._app = app
+        self._head_bytes_max = head_bytes_max
+        self._hosts = hosts
+        self._root = root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        refused = self._refused(scope) if scope["type"] == "http" else None
+        if refused is not None:
+            await error_response(refused)(scope, receive, send)
+            return
+        if self._root and scope["path"].startswith(f"{self._root}/"):
+            scope["path"] = scope["path"].removeprefix(self._root)
+        await self._app(scope, receive, send)
+
+    def _refused(self, scope: Scope) -> HttpError | None:
+        if _head_bytes(scope) > self._head_bytes_max:
+            return HttpError(
+                431, f"the head is too long; at most {self._head_bytes_max} bytes are read"
+            )
+        named = [value for name, value in scope["headers"] if name == b"host"]
+        if len(named) > 1 or (not named and scope["http_version"] == "1.1"):
+            return HttpError(400, f"a request must have one Host header, got {len(named)}")
+        match = _HOST.fullmatch(named[0].decode("latin-1")) if named else None
+        if match is None:
+            return HttpError(400, "the Host header is malformed") if named else None
+        # A request without a host is not from a browser.
+        host = (match["ip"] or match["name"]).rstrip(".").lower()
+        if not host or self._hosts is None or host in self._hosts:
+            return None
+        message = (
+            f"the host {host[:_HOST_CHARACTERS]!r} is not served; address the gateway as "
+            "localhost, or start it with --allowed-host HOST or with an API key"
+        )
+        return HttpError(403, message)
+
+
+def _head_bytes(scope: Scope) -> int:
+    size = len(scope["raw_path"] or b"") + len(scope["query_string"])
+    for name, value in scope["headers"]:
+        size += len(name) + len(value) + 4
+    return size

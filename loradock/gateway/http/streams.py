@@ -1,11 +1,10 @@
-"""Answers in JSON and as streams of server-sent events."""
+"""Answers as streams of server-sent events."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
-from starlette.responses import Response
 from starlette.types import Send
 
 from loradock.gateway.http.errors import HttpError
@@ -20,22 +19,6 @@ _HEADERS: Final = [
     # A proxy that buffers would hold the events back.
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class JsonResponse(Response):
-    """An answer in JSON, whose headers cost less than those of the general class."""
-
-    def __init__(self, content: bytes, status: int) -> None:
-        self.status_code = status
-        self.body = content
-        self.background = None
-        length = str(len(content)).encode()
-        self.raw_headers = [(b"content-length", length), (b"content-type", b"application/json")]
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """Return an answer with a Struct, or anything else that msgspec encodes, as JSON."""
-    return JsonResponse(_encode(value), status)
 
 
 def data_event(value: Any) -> bytes:

@@ -60,7 +60,7 @@ class _Kept(NamedTuple):
 
 
 class AdapterFiles:
-    """The files of the model, and those of adapters above them.
+    """The files of the model, with the files of adapters above them.
 
     `roots`: the directories that adapters are read from. `has_template`: the operator has chosen a
     template for all of them.

@@ -87,7 +87,9 @@ class RunAnswer(ABC, Generic[Whole]):
         for output in outputs:
             self._count(output)
         choices = [output.chunk for output in outputs if output.chunk is not None]
-        return await self._workers.run(_size_of(choices), partial(self._whole, choices))
+        if (size := _size_of(choices)) == 0:
+            return self._whole(choices)
+        return await self._workers.run(size, partial(self._whole, choices))
 
     @abstractmethod
     def _whole(self, choices: list[TokensStreamed]) -> Whole:

@@ -268,7 +268,7 @@ def _sampling_of_calls(
 ) -> dict[str, Any]:
     """Return the sampling parameters that calls of tools need."""
     if plan.structure is not None:
-        # A `response_format` is that of messages, and a forced answer is a call.
+        # A `response_format` describes messages, and a forced answer is a call.
         if has_structure and body.response_format is None:
             message = "a forced call and another structure of the output exclude each other"
             raise HttpError(400, message, "tool_choice")

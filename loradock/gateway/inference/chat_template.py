@@ -3,7 +3,7 @@
 The environment is the one for which models' templates are written: trimmed blocks, loop controls,
 the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
 
-An adapter's template is a program from whoever may load adapters. Jinja's sandbox keeps it from
+An adapter's template is a program from whoever can load adapters. Jinja's sandbox keeps it from
 Python's objects, but two nested loops or one multiplication take any time or memory, and nothing
 inside a process can end them. So they run in a process that the system ends, `main`. Its frames are
 a length in four bytes and JSON. A request is `{"source", "special_tokens"}`, with `messages` and

@@ -272,7 +272,9 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         self._per_prompt = body.n or 1
         self._body = body
         self._text_of = text_of
-        # Per prompt what its first choice has received, and per choice the characters of tokens.
+        # The choices that have begun; per prompt what its first choice has received, and per choice
+        # the characters of tokens.
+        self._begun: set[int] = set()
         self.prompt_ids: list[tuple[int, ...]] = []
         self._prompts: dict[int, Entries] = {}
         self._characters: dict[int, CharacterCount] = {}
@@ -289,7 +291,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
     def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[CompletionChoice]:
         if chunk is None:
             return []
-        is_first = choice not in self._characters
+        is_first = choice not in self._begun
         return [self._first_part(choice, chunk) if is_first else self._choice(choice, chunk)]
 
     def _first_part(self, index: int, chunk: TokensStreamed) -> CompletionChoice:
@@ -313,7 +315,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
     ) -> CompletionChoice:
         has_output = self._body.max_tokens != 0
         scores = self._logprobs(index, chunk, has_output=has_output)
-        self._characters.setdefault(index, CharacterCount())
+        self._begun.add(index)
         text = echo + (chunk.text if has_output else "")
         reason = finish_reason(chunk) if has_output else "length"
         ids = returned_ids(chunk, self._body) if has_output else UNSET
@@ -323,7 +325,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         self, index: int, chunk: TokensStreamed, *, has_output: bool
     ) -> CompletionLogprobs | None:
         """Return the log-probabilities of the chunk's tokens, after the prompt's in an echo."""
-        is_echo = bool(self._echoes) and index not in self._characters
+        is_echo = bool(self._echoes) and index not in self._begun
         generated = generated_tokens(chunk)
         if self._body.logprobs is None or not (generated or is_echo):
             return None

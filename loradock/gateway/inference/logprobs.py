@@ -13,7 +13,7 @@ LOGPROB_MIN: Final = -9999.0
 
 
 class TokenText(NamedTuple):
-    """The text of a token, and its bytes in UTF-8, which may be a part of a character."""
+    """The text of a token, and its bytes in UTF-8, which can be a part of a character."""
 
     text: str
     data: bytes
@@ -38,7 +38,7 @@ class CompletionLogprobs(Struct, frozen=True):
 
 
 class TopLogprob(Struct, frozen=True):
-    """One of the most likely tokens; `bytes` are its own, and may be a part of a character."""
+    """One of the most likely tokens; `bytes` are its own, and can be a part of a character."""
 
     token: str
     logprob: float
@@ -74,7 +74,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CharacterCount:
-    """Counts the characters of a text whose tokens arrive in order and may end within one."""
+    """Counts the characters of a text whose tokens arrive in order and can end within one."""
 
     def __init__(self) -> None:
         self._decoder = getincrementaldecoder("utf-8")("replace")

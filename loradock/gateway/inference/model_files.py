@@ -69,7 +69,7 @@ def template_sources(read: ReadText, tokenizer_config: Mapping[str, Any]) -> Tem
 
 
 def _named(saved: object) -> TemplateSources:
-    """Return those of a list of objects with `name` and `template`, or of an object of them."""
+    """Return the templates of a list of objects with `name` and `template`, or of an object."""
     entries = [one for one in saved if isinstance(one, dict)] if isinstance(saved, list) else []
     by_name = {entry.get("name"): entry.get("template") for entry in entries}
     named = saved if isinstance(saved, dict) else by_name
@@ -97,7 +97,7 @@ _RECOMMENDED: Final = (
 def generation_config(text: str, below: SamplingDefaults) -> GenerationConfig:
     """Return the content of a generation_config.json; what it leaves out is as in `below`.
 
-    `do_sample` is not read, as in vLLM. Raises `ValueError` for values that no request may have.
+    `do_sample` is not read, as in vLLM. Raises `ValueError` for values that no request can have.
     """
     found = json_object(text, GENERATION_CONFIG_FILE)
     given = {name: found[name] for name in _RECOMMENDED if found.get(name) is not None}
@@ -129,7 +129,7 @@ class ModelFiles(Struct, frozen=True):
 def read_model_files(
     directory: str, template_file: str = "", context: int = 0, tool_parser: str = AUTO_PARSER
 ) -> ModelFiles:
-    """Return the files of a model's directory, which may be absent from this machine.
+    """Return the files of a model's directory, which can be absent from this machine.
 
     Raises `OSError` and `ValueError` for a configured chat template that can't be used.
     """

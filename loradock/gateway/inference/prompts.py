@@ -35,7 +35,7 @@ PARTS_MAX: Final = 8192
 _PART_SIZE: Final = 64
 """The characters that converting and rendering a part takes as long as."""
 CHARACTERS_MAX: Final = 4 * PROMPT_CHARACTERS_MAX
-"""Bound on the texts of a chat, of which its template may leave something out, in characters."""
+"""Bound on the texts of a chat, of which its template can leave something out, in characters."""
 RAW_BYTES_MAX: Final = 1 << 20
 """Bound on JSON that only the template reads, in bytes."""
 

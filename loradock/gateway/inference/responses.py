@@ -79,7 +79,7 @@ class InputItem(Struct, frozen=True):
 
 
 class FunctionTool(Struct, frozen=True):
-    """A function that the model may call; no other type of tool is served."""
+    """A function that the model can call; no other type of tool is served."""
 
     type: str
     name: str = ""

@@ -210,7 +210,7 @@ class SamplingDefaults(Struct, frozen=True):
     """Values for parameters that a request leaves out, under their names in generation_config.json.
 
     `max_new_tokens`: of a chat; None: as many as the context leaves. `stop_token_ids`: tokens that
-    end an output besides the model's own and those of the request, unless it ignores end tokens.
+    end an output besides the tokens of the model and of the request, unless it ignores end tokens.
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = TEMPERATURE_DEFAULT
@@ -364,7 +364,7 @@ def _of_response_format(wanted: ResponseFormat | None) -> Structure | None:
 
 
 def _schema(raw: msgspec.Raw | UnsetType) -> Structure | None:
-    """Return the structure of a schema, which may be JSON within a string."""
+    """Return the structure of a schema, which can be JSON within a string."""
     if raw is UNSET:
         return None
     text = bytes(raw).decode().strip()
@@ -417,8 +417,8 @@ def truncated(
 ) -> list[int]:
     """Return the tokens of a prompt after truncation; raises `HttpError`.
 
-    `content`: those without special ones. `space`: the tokens of the context that the output does
-    not need; None if the context is unknown.
+    `content`: the tokens without special tokens. `space`: the tokens of the context that the output
+    does not need; None if the context is unknown.
     """
     limit = truncation.tokens or space
     if limit is None:

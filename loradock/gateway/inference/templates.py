@@ -1,6 +1,6 @@
 """The chat templates of a model or an adapter, and the process that renders them.
 
-The model's own, and that of `--chat-template`, are the operator's, and are rendered in the gateway.
+The templates of the model and of `--chat-template` are the operator's, and rendered in the gateway.
 An adapter's are rendered in another process (`chat_template.main`), which the system ends if a
 template takes too long.
 """
@@ -133,7 +133,7 @@ class AdaptersTemplate:
 
 
 class BoundsExceeded(TemplateError):  # noqa: N818 - named by what happened
-    """A template that needs more time or memory than it may have."""
+    """A template that needs more time or memory than it can have."""
 
     def __init__(self) -> None:
         super().__init__(f"the chat template needs more than {_BOUNDS} for these messages")

@@ -96,7 +96,7 @@ class Tokenizer:
         return text[self._anchor_length :]
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token id in UTF-8, which may be a part of a character."""
+        """Return the bytes of one token id in UTF-8, which can be a part of a character."""
         text = self.token_text(token)
         if _NO_CHARACTER not in text:
             return text.encode()

@@ -36,7 +36,7 @@ FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class Function(Struct, frozen=True):
-    """A function that the model may call; `parameters` is the JSON schema of its arguments.
+    """A function that the model can call; `parameters` is the JSON schema of its arguments.
 
     `strict` has no effect: forced calls always follow the schema, and others can't be made to.
     """

@@ -1,29 +1,28 @@
 """The ASGI application: all endpoints with their access, and the framework's errors as ours."""
 
 import os
-import re
-from collections.abc import Collection, Mapping
-from contextlib import suppress
-from typing import Final
+from collections.abc import Mapping
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from loradock.gateway.adapters.endpoints import AdapterUpdates, ModelEndpoints
-from loradock.gateway.http.endpoint import (
-    BodyLimits,
-    Endpoint,
-    EndpointApp,
-    endpoints_of,
-)
-from loradock.gateway.http.errors import HttpError, error_response, unauthorized_response
+from loradock.gateway.http.endpoint import BodyLimits, EndpointApp, endpoints_of, json_response
+from loradock.gateway.http.errors import HttpError, error_response, failure
 from loradock.gateway.http.openapi import openapi_document
-from loradock.gateway.http.security import ApiKeys, allowed_hosts, configured_keys, with_cors
-from loradock.gateway.http.streams import json_response
+from loradock.gateway.http.security import (
+    AccessCheck,
+    ApiKeys,
+    Entrance,
+    ExactPaths,
+    allowed_hosts,
+    configured_keys,
+    with_cors,
+)
 from loradock.gateway.inference.anthropic import AnthropicMessages
 from loradock.gateway.inference.chat import Chats
 from loradock.gateway.inference.completions import Completions
@@ -32,16 +31,10 @@ from loradock.gateway.inference.prompts import ChatPrompts
 from loradock.gateway.inference.responses import Responses
 from loradock.gateway.inference.tokens import TokenizerInfo, Tokens
 from loradock.gateway.metrics import Metrics, Scrape
-from loradock.gateway.options import UPDATING_VARIABLE, GatewayConfig, allows_updating
+from loradock.gateway.options import GatewayConfig, allows_updating
 from loradock.gateway.page import Page, Past
 from loradock.gateway.server.gateway import Gateway
 from loradock.gateway.server.health import Health, Info
-
-_HOST: Final = re.compile(r"(?:\[(?P<ip>[0-9A-Fa-f:.%]+)\]|(?P<name>[^\[\]:/?#@\s]*))(?::[0-9]*)?")
-"""`HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
-
-_HOST_CHARACTERS: Final = 253
-"""The length of the longest name of a host."""
 
 
 def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -> ASGIApp:
@@ -111,112 +104,6 @@ def root_path_of(config: GatewayConfig) -> str:
     return root
 
 
-class ExactPaths:
-    """An application around another: requests with these methods and paths bypass its routes.
-
-    A route is found by trying one after another, which costs as much as the rest of the framework.
-    """
-
-    def __init__(self, apps: Mapping[tuple[str, str], ASGIApp], app: ASGIApp) -> None:
-        self._apps = apps
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; an internal error is answered, and raised for the server's log."""
-        app = self._apps.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
-        if app is None:
-            await self._app(scope, receive, send)
-            return
-        try:
-            await app(scope, receive, send)
-        except Exception:
-            # An answer that has begun can't be replaced by another.
-            with suppress(RuntimeError):
-                await _failure()(scope, receive, send)
-            raise
-
-
-class AccessCheck:
-    """The access of requests to endpoints: with a valid key, and while adapters can be changed."""
-
-    def __init__(self, keys: ApiKeys, client_header: str, *, updating: bool) -> None:
-        self._keys = keys
-        self._client_header = client_header.lower().encode()
-        self._updating = updating
-
-    def client_of(self, scope: Scope) -> str:
-        """Return the name of a request's client."""
-        return self._keys.client_of(scope, self._client_header)
-
-    def refusal(self, endpoint: Endpoint, scope: Scope) -> Response | None:
-        """Return the answer to a request without access; None if it has access."""
-        if endpoint.access == "public":
-            return None
-        if not self._keys.accept(scope):
-            return unauthorized_response(endpoint.shape)
-        if endpoint.access == "updating" and not self._updating:
-            message = (
-                "adapters can't be changed over HTTP; start the gateway with "
-                f"--allow-runtime-lora-updating or {UPDATING_VARIABLE}=1"
-            )
-            return error_response(HttpError(403, message))
-        return None
-
-
-class Entrance:
-    """An application around another, for what does not depend on the endpoint.
-
-    A request whose head is too long, or to a name that is not in `hosts`, is refused; None: any
-    name is served. The prefix `root` of a proxy is removed from paths that have it.
-    """
-
-    def __init__(
-        self, app: ASGIApp, head_bytes_max: int, hosts: Collection[str] | None, root: str
-    ) -> None:
-        self._app = app
-        self._head_bytes_max = head_bytes_max
-        self._hosts = hosts
-        self._root = root
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        refused = self._refused(scope) if scope["type"] == "http" else None
-        if refused is not None:
-            await error_response(refused)(scope, receive, send)
-            return
-        if self._root and scope["path"].startswith(f"{self._root}/"):
-            scope["path"] = scope["path"].removeprefix(self._root)
-        await self._app(scope, receive, send)
-
-    def _refused(self, scope: Scope) -> HttpError | None:
-        if _head_bytes(scope) > self._head_bytes_max:
-            return HttpError(
-                431, f"the head is too long; at most {self._head_bytes_max} bytes are read"
-            )
-        named = [value for name, value in scope["headers"] if name == b"host"]
-        if len(named) > 1 or (not named and scope["http_version"] == "1.1"):
-            return HttpError(400, f"a request must have one Host header, got {len(named)}")
-        match = _HOST.fullmatch(named[0].decode("latin-1")) if named else None
-        if match is None:
-            return HttpError(400, "the Host header is malformed") if named else None
-        # A request without a host is not from a browser.
-        host = (match["ip"] or match["name"]).rstrip(".").lower()
-        if not host or self._hosts is None or host in self._hosts:
-            return None
-        message = (
-            f"the host {host[:_HOST_CHARACTERS]!r} is not served; address the gateway as "
-            "localhost, or start it with --allowed-host HOST or with an API key"
-        )
-        return HttpError(403, message)
-
-
-def _head_bytes(scope: Scope) -> int:
-    size = len(scope["raw_path"] or b"") + len(scope["query_string"])
-    for name, value in scope["headers"]:
-        size += len(name) + len(value) + 4
-    return size
-
-
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answer for a path or a method that does not exist."""
     status = error.status_code if isinstance(error, HTTPException) else 500
@@ -229,11 +116,4 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_exception(_: Request, __: Exception) -> Response:
     """Answer for an internal error, which the server logs."""
-    return _failure()
-
-
-def _failure() -> Response:
-    response = error_response(HttpError(500, "the gateway failed; its log contains the reason"))
-    # The server closes the connection after it has logged the exception.
-    response.headers["connection"] = "close"
-    return response
+    return failure()

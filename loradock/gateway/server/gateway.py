@@ -49,7 +49,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config: Final = config
-        # What may be refused precedes the client, which has a socket.
+        # What can be refused precedes the client, which has a socket.
         tracer = configured_tracer("gateway")
         resolvers = configured_resolvers(config.lora_resolver_roots, config.lora_resolvers)
         self._modules = parse_lora_modules(config.lora_modules)

@@ -123,6 +123,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if not self._in_head:
             self._is_lingering = True
+            # A client that reads to the end does not wait; TLS can't be closed on one side.
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
             self.loop.call_later(self.bounds.linger_s, self.transport.close)
 
     @property

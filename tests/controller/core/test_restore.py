@@ -79,11 +79,17 @@ def test_the_digest_depends_on_each_of_its_fields(name: str) -> None:
     [
         (
             commands.StartGeneration(3, "r", 1, 0, 7),
-            {"prompt": "p", "sampling": Sampling(n=2), "priority": 1, "trace": "t"},
+            {"prompt": "p", "sampling": Sampling(n=2), "priority": 1, "trace": "t", "client": "c"},
         ),
         (
             commands.StartPooling(3, "r", 1, 0, 7, "embed"),
-            {"inputs": ("p",), "trace": "t", "truncation": Truncation(4), "dimensions": 8},
+            {
+                "inputs": ("p",),
+                "trace": "t",
+                "client": "c",
+                "truncation": Truncation(4),
+                "dimensions": 8,
+            },
         ),
     ],
 )

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from loradock.controller.core.reconcile import FIRST_TOKEN_SHARE
 from loradock.messages import commands, records, requests
 from loradock.messages.errors import ErrorCode
 from tests.support.simulation.core_bench import NAMES, CoreBench
@@ -374,11 +375,13 @@ def test_an_adapter_is_ordered_to_leave_as_soon_as_another_waits() -> None:
     assert orders(bench) == []
     request(bench, "b")
     [order] = orders(bench)
-    assert (order.slot, order.tokens) == (bench.adapter("a").slot, TOKENS)
+    # Fewer, because no token was generated of the request that waits.
+    assert (order.slot, order.tokens) == (bench.adapter("a").slot, TOKENS // FIRST_TOKEN_SHARE)
     assert bench.in_slots() == {"a"}
     end_turn(bench)
     assert bench.in_slots() == {"b"}
     assert first in bench.adapter("a").waiters
+    assert [order.tokens for order in orders(bench)] == [TOKENS]
 
 
 def test_a_generation_that_ends_after_its_turn_is_answered() -> None:

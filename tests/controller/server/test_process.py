@@ -70,7 +70,7 @@ def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
     process = start(msgspec.json.encode(ServerConfig(str(directory))).decode())
     _, output = process.communicate(timeout=HANG_S)
     assert process.returncode == EXIT_SOCKET, output
-    assert b"choose a shorter directory" in output
+    assert b"use a shorter directory" in output
 
 
 def test_a_failed_disk_allows_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import zmq
 
 from loradock.controller.server import listener, transport
 from loradock.engine.worker import worker
+from loradock.messages.addresses import endpoint
 from tests.support.waiting import HANG_S, wait_until
 
 LONG = b"x" * (24 << 20)
@@ -150,7 +151,7 @@ def test_replies_beyond_the_bound_of_a_clients_queue_arrive_when_it_reads(
     with transport.Transport(tmp_path) as opened, zmq.Context() as context:
         client = context.socket(zmq.DEALER)
         client.linger, client.rcvhwm = 0, 1
-        client.connect(transport.endpoint(tmp_path, "requests.sock"))
+        client.connect(endpoint(tmp_path, "requests.sock"))
         client.send(b"hello")
         peer = wait_until(lambda: _arrived(opened))[0][0]
         for number in range(count):
@@ -182,7 +183,7 @@ def _exchange(opened: transport.Transport, client: "zmq.Socket[bytes]") -> None:
 def _connected(context: "zmq.Context[zmq.Socket[bytes]]", directory: Path) -> Any:
     client = context.socket(zmq.DEALER)
     client.linger = 0
-    client.connect(transport.endpoint(directory, "requests.sock"))
+    client.connect(endpoint(directory, "requests.sock"))
     return client
 
 
@@ -240,7 +241,7 @@ def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(
     with transport.Transport(tmp_path) as opened, zmq.Context() as context:
         client = context.socket(zmq.DEALER)
         client.linger, client.rcvhwm = 0, 1
-        client.connect(transport.endpoint(tmp_path, "requests.sock"))
+        client.connect(endpoint(tmp_path, "requests.sock"))
         client.send(b"hello")
         peer = wait_until(lambda: _arrived(opened))[0][0]
         for _ in range(100):

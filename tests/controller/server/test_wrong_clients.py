@@ -14,10 +14,10 @@ from loradock.client import Client, NotAllowed
 from loradock.controller.server import listener
 from loradock.controller.server.access import RIGHT_OF
 from loradock.controller.server.keys import KeyStore, new_pair
-from loradock.controller.server.listener import endpoint
 from loradock.controller.server.transport import Transport
 from loradock.messages import events, reports
 from loradock.messages import requests as rq
+from loradock.messages.addresses import endpoint
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import GPU_SLOT
 from loradock.messages.wire import REPORTS

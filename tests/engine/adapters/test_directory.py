@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loradock.engine.adapters import LoadedAdapter, read_adapter
-from loradock.engine.adapters.directory import OpenFile
-from loradock.engine.adapters.file_names import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.directory import CONFIG_NAME, WEIGHTS_NAME, OpenFile
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import AdapterBounds
 from loradock.engine.errors import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loradock.engine.adapters import read_adapter
-from loradock.engine.adapters.file_names import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.directory import CONFIG_NAME, WEIGHTS_NAME
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import AdapterNotFound
 from tests.support.engine.adapter_examples import LORA_CONFIG, MODULES, write

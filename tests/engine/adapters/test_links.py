@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loradock.engine.adapters import LoadedAdapter, read_adapter
-from loradock.engine.adapters.file_names import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.directory import CONFIG_NAME, WEIGHTS_NAME
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import AdapterNotFound, Conflict, PathNotAllowed
 from loradock.processes import safe_open

@@ -132,7 +132,7 @@ def test_an_adapter_of_peft_has_the_same_delta_as_in_peft(from_peft: FromPeft, n
         torch.testing.assert_close(ours, delta, rtol=1e-12, atol=1e-12)
     assert loaded.rank == max(lora.rank for lora in loaded.model.loras.values())
     assert loaded.host_bytes == sum(lora.size_bytes for lora in loaded.model.loras.values())
-    blob = stage(loaded.model, list(from_peft.modules.values()), config.dtype, pin=False)
+    blob = stage(loaded.model, list(from_peft.modules.values()), config.dtype)
     assert blob.size_bytes == loaded.blob_bytes
 
 

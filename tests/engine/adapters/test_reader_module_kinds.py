@@ -71,7 +71,7 @@ def test_embeddings_and_heads_are_read_and_staged_as_their_kind(tmp_path: Path) 
     assert lora.keys() == {Q, V, EMBED, HEAD}
     assert (lora[EMBED].kind, lora[HEAD].kind) == (ModuleKind.EMBEDDING, ModuleKind.LINEAR)
     assert torch.equal(lora[EMBED].lora_a, weights[f"base_model.model.{EMBED}.lora_embedding_A"])
-    blob = stage(loaded.model, list(KINDS.values()), torch.float32, pin=False)
+    blob = stage(loaded.model, list(KINDS.values()), torch.float32)
     start = int(blob.offsets[3])
     table = blob.data[start : start + 200].view(50, 4)
     assert torch.equal(table, lora[EMBED].lora_a.T), "a token's row must be contiguous"
@@ -87,7 +87,7 @@ def test_a_head_is_read_whole_with_or_without_a_bias(tmp_path: Path) -> None:
         expected = weights.get("base_model.model.score.bias", torch.zeros(3))
         assert torch.equal(found.lora_b, expected[:, None])
         assert loaded.rank == 4
-        stage(loaded.model, list(KINDS.values()), torch.float32, pin=False)
+        stage(loaded.model, list(KINDS.values()), torch.float32)
         sharded = KINDS | {SCORE: replace(KINDS[SCORE], shard=Shard())}
         follower = load(tmp_path / name, sharded, is_follower=True).model.loras[SCORE]
         assert torch.equal(follower.lora_a, found.lora_a)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 
 from loradock.engine.adapters import LoRAModel, PEFTHelper, directory, read_adapter
-from loradock.engine.adapters.file_names import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.directory import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.errors import Conflict
 from tests.support.engine.adapter_examples import CONFIG, LORA_CONFIG, MODULES, tensors, write

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
-from loradock.engine.adapters.bounded_json import C_TEXT_MAX, DIGITS_MAX
+from loradock.engine.adapters.bounded_parsing import C_TEXT_MAX, DIGITS_MAX
 from loradock.engine.adapters.problems import shown
 from loradock.engine.adapters.safetensors_header import (
     LENGTH_BYTES,
@@ -120,7 +120,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "a shape that is a text": (stored({"a": entry(shape="6")}, DATA), "shape '6'"),
     "a shape of 9": (stored({"a": entry(shape=[1] * 8 + [6])}, DATA), "up to 8 lengths"),
     "an empty tensor": (stored({"a": entry([0, 3], 0, 0)}), "at least 1"),
-    "a million empty tensors": (stored(many(100_000)), "values; at most"),
+    "a million empty tensors": (stored(many(100_000)), "tensors; at most"),
     "lengths that wrap": (stored({"a": entry([2**32, 2**32], 0, 0)}), "needs"),
     "lengths that are too long": (stored({"a": entry([2**60, 1], 0, 0)}), "lengths"),
     "offsets below 0": (stored({"a": entry(start=-24, end=0)}, DATA), "got [-24, 0]"),

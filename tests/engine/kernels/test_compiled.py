@@ -23,6 +23,16 @@ ALL = [
 CHOSEN = [pair for pair in ALL if pair[1] == "bf16" or pair == (80, "fp32")]
 PAIRS = ALL if os.environ.get("LORADOCK_COMPILE_ALL") == "1" else CHOSEN
 
+RESIDENT_WARPS_MIN = {"bf16": 12, "fp16": 12, "fp32": 8}
+"""Fewer can't hide the latency of memory; float32 has twice the bytes in shared memory.
+
+The sums of splits are left out: they read little, and only layers that are sharded by rank launch
+them.
+"""
+
+VARIANTS_MAX = 26
+"""Of each architecture and dtype; each is compiled at start for each layer that it is used in."""
+
 SPILLED_BYTES_MAX = 16 if triton.__version__ >= "3.9" else 0
 """Triton 3.9 spills up to four registers of `expand_kernel` in bfloat16 on Hopper and Blackwell."""
 
@@ -31,10 +41,12 @@ SPILLED_BYTES_MAX = 16 if triton.__version__ >= "3.9" else 0
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
 )
 @pytest.mark.parametrize(("architecture", "dtype"), PAIRS)
-def test_no_spills_no_atomics_tensor_cores_and_wide_loads(
+def test_no_spills_no_atomics_tensor_cores_wide_loads_and_resident_warps(
     architecture: int, dtype: str, tmp_path: Path
 ) -> None:
-    for job in jobs(architecture, dtype):
+    launches = jobs(architecture, dtype)
+    assert len(launches) <= VARIANTS_MAX
+    for job in launches:
         made = build(job, architecture, tmp_path)
         # Shown where the test fails, and with `pytest -rP`.
         print(
@@ -44,6 +56,9 @@ def test_no_spills_no_atomics_tensor_cores_and_wide_loads(
         assert made.spilled_bytes <= SPILLED_BYTES_MAX, job.name
         assert made.count(LOCAL_MEMORY) <= SPILLED_BYTES_MAX // 2, job.name
         assert made.shared_bytes <= SHARED_BYTES_MAX[architecture], job.name
+        if job.kernel.__name__ not in SUMS:
+            resident = made.resident_warps(job.warps, architecture)
+            assert resident >= RESIDENT_WARPS_MIN[dtype], job.name
         assert made.count(FLOAT_ATOMICS) == 0, job.name
         assert made.count("EXIT") > 0, "no instruction was read"
         if job.kernel.__name__ not in SUMS:

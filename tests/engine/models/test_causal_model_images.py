@@ -77,7 +77,7 @@ class ImageTextBench:
         config = LoRAConfig(max_lora_rank=8, max_loras=2)
         arena, self.punica, self.config = bind_lora(self.model, config, 1 << 20)
         for slot, name in enumerate(NAMES):
-            blob = stage(self.read(root, name), self.model.shapes, torch.float32, False)
+            blob = stage(self.read(root, name), self.model.shapes, torch.float32)
             arena.begin_write(slot, 1, blob)
             arena.finish_write(slot)
 

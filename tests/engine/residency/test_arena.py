@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from loradock.engine.errors import Conflict, DeviceOutOfMemory, NotResident
 from loradock.engine.layout import ModuleKind
 from loradock.engine.residency.arena import Arena
+from loradock.engine.residency.pinned import PinnedMemory
 from loradock.engine.residency.staging import ABSENT, ALIGNMENT_BYTES, ModuleShape, slice_elements
 from tests.support.engine.arena_examples import (
     CAPACITY_BYTES,
@@ -260,7 +261,8 @@ def test_compaction_moves_whole_adapters_on_every_kind_of_device(device: str) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_copy_waits_for_work_that_reads_the_bytes_which_it_overwrites() -> None:
     arena = make_arena(torch.float32, device="cuda")
-    old, new = (make_blob({0: 4, 3: 5}, seed, arena.dtype)[0].to_pinned() for seed in (1, 2))
+    pinned = PinnedMemory(0)
+    old, new = (make_blob({0: 4, 3: 5}, seed, arena.dtype)[0].to_pinned(pinned) for seed in (1, 2))
     arena.begin_write(0, 1, old)
     arena.finish_write(0)
     before = arena.data.clone()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from loradock.engine.adapters.layer_weights import LoRALayerWeights
 from loradock.engine.adapters.lora_model import LoRAModel
 from loradock.engine.errors import HostOutOfMemory
+from loradock.engine.residency.pinned import PinnedMemory
 from loradock.engine.residency.staging import (
     ABSENT,
     ALIGNMENT_BYTES,
@@ -71,7 +72,7 @@ def test_a_blob_computes_what_the_adapter_computes(
 ) -> None:
     model, shapes = adapter
     before = {name: (lora.lora_b.clone(), lora.scaling) for name, lora in model.loras.items()}
-    blob = stage(model, shapes, dtype, pin=False)
+    blob = stage(model, shapes, dtype)
     assert blob.data.dtype == dtype
     assert blob.data.dim() == 1
     assert blob.size_bytes % ALIGNMENT_BYTES == 0
@@ -99,7 +100,7 @@ def test_the_size_is_known_from_shapes_and_every_byte_is_accounted_for(
 ) -> None:
     model, shapes = adapter
     with patch("loradock.engine.memory.torch.empty", side_effect=_filled_with_nan):
-        blob = stage(model, shapes, dtype, pin=False)
+        blob = stage(model, shapes, dtype)
     ranks = {name: lora.rank for name, lora in model.loras.items()}
     assert blob.size_bytes == blob_bytes(ranks, shapes, dtype)
     assert torch.isfinite(blob.data).all(), "something was left unwritten"
@@ -115,7 +116,7 @@ def test_the_size_is_known_from_shapes_and_every_byte_is_accounted_for(
     assert covered.all()
 
 
-def _filled_with_nan(shape: tuple[int, ...], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+def _filled_with_nan(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
@@ -141,12 +142,12 @@ def test_a_module_without_a_column_is_an_error() -> None:
     shapes = [ModuleShape("known", 2, 2, 0)]
     model = LoRAModel(1, 1, {"known": lora, "unknown": lora})
     with pytest.raises(KeyError, match="unknown"):
-        stage(model, shapes, torch.float32, pin=False)
+        stage(model, shapes, torch.float32)
 
 
 def test_a_blob_that_is_pageable_stays_as_it_is() -> None:
     lora = LoRALayerWeights("m", 1, 1.0, torch.ones(1, 2), torch.ones(2, 1))
-    blob = stage(LoRAModel(1, 1, {"m": lora}), [ModuleShape("m", 2, 2, 0)], torch.float32, False)
+    blob = stage(LoRAModel(1, 1, {"m": lora}), [ModuleShape("m", 2, 2, 0)], torch.float32)
     assert not blob.is_pinned
     assert blob.to_pageable() is blob
 
@@ -155,13 +156,15 @@ def test_a_blob_that_is_pageable_stays_as_it_is() -> None:
 @pytest.mark.gpu
 def test_a_blob_moves_between_pageable_and_page_locked_memory() -> None:
     lora = LoRALayerWeights("m", 1, 1.0, torch.ones(1, 2), torch.ones(2, 1))
-    blob = stage(LoRAModel(1, 1, {"m": lora}), [ModuleShape("m", 2, 2, 0)], torch.float32, True)
+    memory = PinnedMemory(1 << 20)
+    shapes = [ModuleShape("m", 2, 2, 0)]
+    blob = stage(LoRAModel(1, 1, {"m": lora}), shapes, torch.float32, memory)
     assert blob.is_pinned
-    assert blob.to_pinned() is blob
+    assert blob.to_pinned(memory) is blob
     pageable = blob.to_pageable()
     assert not pageable.is_pinned
     assert torch.equal(pageable.data, blob.data)
-    assert pageable.to_pinned().is_pinned
+    assert pageable.to_pinned(memory).is_pinned
 
 
 def test_a_host_without_enough_memory_is_an_error() -> None:
@@ -170,7 +173,7 @@ def test_a_host_without_enough_memory_is_an_error() -> None:
         patch("loradock.engine.memory.torch.empty", side_effect=RuntimeError("can't allocate")),
         pytest.raises(HostOutOfMemory, match="256 bytes of pageable host memory"),
     ):
-        stage(LoRAModel(1, 1, {"m": lora}), [ModuleShape("m", 2, 2, 0)], torch.float32, False)
+        stage(LoRAModel(1, 1, {"m": lora}), [ModuleShape("m", 2, 2, 0)], torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -180,6 +183,6 @@ def test_b_is_the_product_in_float32_rounded_once(dtype: torch.dtype, scaling: f
     lora_b = (torch.randn(64, 10, generator=torch.Generator().manual_seed(3)) * exponents).to(dtype)
     shape = ModuleShape("m", 8, 64, 0)
     lora = LoRALayerWeights("m", 10, 10, torch.zeros(10, 8, dtype=dtype), lora_b, scaling)
-    blob = stage(LoRAModel(1, 10, {"m": lora}), [shape], dtype, pin=False)
+    blob = stage(LoRAModel(1, 10, {"m": lora}), [shape], dtype)
     [written] = unpack(blob, [shape], 1).loras.values()
     assert torch.equal(written.lora_b, (lora_b.float() * scaling).to(dtype))

@@ -28,7 +28,7 @@ from loradock.engine.punica import MappingType
 from loradock.engine.serving import forward, prompts, startup
 from loradock.engine.serving.blocks import BLOCK_TOKENS
 from loradock.engine.serving.decoding import StaticDecode
-from loradock.engine.serving.prompts import PREFETCHED_MAX, PromptPrefetcher
+from loradock.engine.serving.prompts import PREFETCHED_MAX, Preparation, PromptPrefetcher
 from loradock.engine.worker.engine import Engine
 from loradock.messages.commands import StartGeneration
 from loradock.messages.errors import ErrorCode
@@ -452,8 +452,9 @@ def test_sequences_are_processed_in_order_within_the_bound_and_returned_once(
     for op in range(1, data.draw(st.integers(1, 40))):
         match data.draw(st.sampled_from(["add", "add", "end", "cancel", "use", "collect"])):
             case "add":
-                sequences[op] = SimpleNamespace(command=SimpleNamespace(op=op))
-                prefetcher.add(sequences[op], lambda op=op: op, ready)
+                command = SimpleNamespace(op=op, prompt="", priority=0)
+                sequences[op] = SimpleNamespace(command=command, owner=(0, ""))
+                prefetcher.add(sequences[op], Preparation(lambda op=op: op, True), ready)
             case "end" if jobs.queued:
                 jobs.run(1, at=data.draw(st.integers(0, len(jobs.queued) - 1)))
             case "cancel" if left := sorted(sequences.keys() - cancelled - set(collected)):
@@ -463,7 +464,7 @@ def test_sequences_are_processed_in_order_within_the_bound_and_returned_once(
                 ready = max(0, ready - 1)
             case "collect":
                 new = prefetcher.collect(ready)
-                assert all(future.result() == one.command.op for one, future in new)
+                assert all(future.result().prompt == one.command.op for one, future in new)
                 collected += [one.command.op for one, _ in new]
                 ready += len(new)
         assert len(jobs.queued) + ready <= max(PREFETCHED_MAX, ready)

@@ -141,7 +141,7 @@ def test_a_prefix_is_computed_once_per_version(
     """The second version of an adapter has other weights under the same id and in the same slot."""
     config = LoRAConfig(max_lora_rank=16, lora_dtype="float32")
     other = read_adapter(NAMES[1], [adapter_root], prepared_model.adapter_target(config)).model
-    blob = stage(other, prepared_model.shapes, torch.float32, False)
+    blob = stage(other, prepared_model.shapes, torch.float32)
     requests = [(name, (*LONG, tail), SHORT) for name in (None, *NAMES[:2]) for tail in (1, 2)]
 
     def run(bench: GenerationBench) -> tuple[list[object], list[int]]:

@@ -141,6 +141,21 @@ def test_requests_take_turns(bench: SchedulerBench) -> None:
     assert bench.forwards == [[2, 2, 2, 2], [1, 1, 2, 2], [2, 2, 2, 2]]
 
 
+def test_clients_take_turns(bench: SchedulerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of one client delays the request of another one by one forward pass."""
+    monkeypatch.setattr(bench.scheduler, "_waiting_max", 20)
+    monkeypatch.setattr(bench.scheduler, "_tokens_max", 20)
+    monkeypatch.setattr(pooling, "BATCH_TOKENS_MAX", 20)
+    flood = [bench.start((7,) * 10, (8,) * 10, request_id=f"a:{number}") for number in range(20)]
+    bench.scheduler.step()
+    other = bench.start((9,) * 10, request_id="b:1")
+    for _ in range(2):
+        bench.scheduler.step()
+    ended = [one.op for one in bench.reports if isinstance(one, PoolingEnded)]
+    assert other in ended
+    assert len(ended) < len(flood)
+
+
 def test_a_forward_is_bounded_in_tokens(bench: SchedulerBench) -> None:
     bench.start(*[(7,) * length for length in (12, 50, 13, 14)])
     bench.run()

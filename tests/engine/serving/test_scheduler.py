@@ -26,6 +26,7 @@ from loradock.engine.serving.padded_batch import WIDTH_PADDED_MAX, may_join
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import Sampling
 from loradock.messages.reports import GenerationEnded, OperationFailed
+from loradock.messages.requests import TokensStreamed
 from tests.support.engine.engine_examples import ADAPTERS, tiny_config
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, GenerationBench
 
@@ -325,6 +326,47 @@ def test_an_adapter_with_few_rows_waits_a_bounded_number_of_steps(
     assert bench.output(other) == few
     bench.run()
     assert [bench.output(op) for op in greedy] == [expected] * len(greedy)
+
+
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_a_client_waits_for_a_bounded_number_of_tokens_of_a_flood(
+    is_paged: bool, bench_of: Any, no_eos: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client's long prompts have all rows and places; another one wants two tokens of the same
+    model. What is computed until it has both is bounded by the budget of a step.
+    """
+    budget = 16
+    bench = bench_of(
+        max_num_seqs=4,
+        max_num_batched_tokens=budget,
+        queue_requests_max=40,
+        paged_attention=is_paged,
+    )
+    expected = bench.alone(None, PROMPTS[0], Sampling(max_tokens=2))
+    passes: list[list[int]] = []
+    bench.intercept(monkeypatch, lambda tokens, run: passes.append(tokens) or run())
+    flood = [
+        bench.start(None, (*range(100), number), Sampling(max_tokens=20), request_id=f"a:{number}")
+        for number in range(40)
+    ]
+    bench.run(steps=3)
+    for number in range(40, 80 - len(bench.scheduler._waiting)):
+        bench.start(None, (*range(100), number), Sampling(max_tokens=2), request_id=f"a:{number}")
+    with pytest.raises(EngineError, match="40 of them of this client"):
+        bench.start(None, tuple(range(100)), request_id="a:more")
+    passes.clear()
+    bench.start(None, PROMPTS[0], Sampling(max_tokens=2), request_id="b:1")
+    tokens: list[int] = []
+    while len(tokens) < 2:
+        bench.run(steps=1)
+        streamed = (one for one in bench.reports if isinstance(one, TokensStreamed))
+        tokens = [token for one in streamed if one.request_id == "b:1" for token in one.tokens]
+    # The place of a new owner, its prompt next to the oldest one, and a token.
+    steps = scheduler.NEW_OWNER_STEPS + 1 + (1 if is_paged else 4) + 1
+    assert sum(map(sum, passes)) <= steps * (budget + 4)
+    assert tokens == expected[0]
+    bench.run()
+    assert all(isinstance(bench.end(op), GenerationEnded) for op in flood)
 
 
 def test_no_row_is_preempted_for_a_less_urgent_request(

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -372,6 +373,37 @@ def test_a_request_ends_next_to_a_stream_of_others_that_need_its_blocks(rotation
         steps += 1
 
 
+@pytest.mark.parametrize("order", [(2, 1), (2, 1, 3), (3, 2, 1), (4, 3, 2, 1)])
+@pytest.mark.parametrize(("turn_tokens", "is_fixed"), [(1, False), (8, False), (8, True)])
+def test_the_oldest_has_the_tokens_of_a_turn_in_each_though_one_row_fits(
+    turn_tokens: int, is_fixed: bool, order: tuple[int, ...], rotation_of: Any
+) -> None:
+    """All turns end together, the others have streams of requests, and enter their slots first.
+
+    order: that of the adapters' first turns, of which adapter 1 has the oldest request. is_fixed:
+    whether what was computed of the others can't be computed again.
+    """
+    bench = rotation_of(
+        kv_cache_bytes=ROW_BLOCKS * BLOCK_BYTES, max_num_batched_tokens=8, max_num_seqs=4
+    )
+    bench.turn_tokens, output, turns = turn_tokens, 17, 0
+    running = {name: bench.request(name, 60, output) for name in NAMES[: len(order)]}
+    oldest = running[NAMES[0]]
+    bench._waiting = deque(order)
+    was_suspended = False
+    while oldest not in bench.ended:
+        bench.step()
+        assert bench.count < 50
+        is_suspended = oldest in bench.scheduler.suspended
+        turns += is_suspended and not was_suspended
+        was_suspended = is_suspended
+        for name in NAMES[1 : len(order)]:
+            if running[name] in bench.ended:
+                running[name] = bench.request(name, 60, output, is_fixed=is_fixed)
+    # A turn can end after its `PATIENCE` while another adapter's prompt has the memory.
+    assert turns <= 2 * -(-output // turn_tokens)
+
+
 def test_a_long_prompt_is_prefilled_next_to_a_stream_of_short_ones(rotation_of: Any) -> None:
     for is_paged in (True, False):
         bench = rotation_of(paged_attention=is_paged, max_num_batched_tokens=8)
@@ -439,7 +471,7 @@ def test_rows_with_states_are_suspended_with_them(model_type: str, tmp_path: Pat
     blobs = {}
     for slot, name in enumerate(RANKS):
         loaded = read_adapter(name, [tmp_path], model.adapter_target(lora_config))
-        blobs[slot + 1] = stage(loaded.model, model.shapes, lora_config.dtype, False)
+        blobs[slot + 1] = stage(loaded.model, model.shapes, lora_config.dtype)
         arena.begin_write(slot, 1, blobs[slot + 1])
         arena.finish_write(slot)
     slots = SlotTable(arena, [slot + 1 for slot in range(len(RANKS))])
@@ -467,7 +499,7 @@ def test_prompts_with_images_are_suspended_and_not_read_again(
     for number, name in enumerate(IMAGE_NAMES):
         target = bench.model.adapter_target(bench.config)
         loaded = read_adapter(name, [tmp_path / "adapters"], target)
-        blobs[number + 1] = stage(loaded.model, bench.model.shapes, torch.float32, False)
+        blobs[number + 1] = stage(loaded.model, bench.model.shapes, torch.float32)
     driver = bench.driver(max_num_seqs=8, paged_attention=is_paged)
     sampling = Sampling(max_tokens=24)
     ops = {driver.start(row.adapter, bench.prompt(row), sampling): row for row in IMAGE_ROWS}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from loradock.engine.adapters import LoadedAdapter
-from loradock.engine.adapters.file_names import CONFIG_NAME, WEIGHTS_NAME
+from loradock.engine.adapters.directory import CONFIG_NAME, WEIGHTS_NAME
 from loradock.engine.residency.host_adapters import CheckedAdapters
 from loradock.messages import commands as cm
 from loradock.messages import reports as rp

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 
-from loradock.client import EngineGone
+from loradock.client import AsyncClient, EngineGone
 from loradock.gateway.adapters.follower import RECENT_EVENTS, AdapterTable, Follower
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
@@ -29,7 +28,7 @@ def a_table(*views: Any, seq: int = 0) -> AdapterTable:
 
 def apply(table: AdapterTable, *happened: Any) -> None:
     for event in happened:
-        table.apply(ev.Published(table.seq + 1, 0, event))
+        table.apply(ev.Published((table.seq or 0) + 1, 0, event))
 
 
 @pytest.mark.parametrize(
@@ -111,8 +110,8 @@ def test_recent_events_are_kept_for_readers() -> None:
     assert table.events_after(9) is None
     assert table.events_after(11) is None
     apply(table, *(ev.AdapterCached(f"a{number}") for number in range(3)))
-    assert [published.seq for published in table.events_after(10)] == [11, 12, 13]
-    assert [published.seq for published in table.events_after(12)] == [13]
+    assert [published.seq for published in table.events_after(10) or ()] == [11, 12, 13]
+    assert [published.seq for published in table.events_after(12) or ()] == [13]
     assert table.events_after(13) == ()
     assert table.events_after(9) is None
     apply(table, *(ev.AdapterCached("a") for _ in range(RECENT_EVENTS)))
@@ -127,7 +126,7 @@ def test_a_gap_ends_what_readers_can_continue_from() -> None:
     assert table.totals.gaps == 1
     assert table.events_after(11) is None
     table.apply(ev.Published(20, 0, ev.AdapterCached("a")))
-    assert [published.seq for published in table.events_after(19)] == [20]
+    assert [published.seq for published in table.events_after(19) or ()] == [20]
 
 
 def test_nothing_is_known_before_the_first_list() -> None:
@@ -140,7 +139,7 @@ def test_loads_are_measured_from_acceptance_to_the_host() -> None:
     table = a_table()
 
     def at(time_ns: int, event: Any) -> None:
-        table.apply(ev.Published(table.seq + 1, time_ns, event))
+        table.apply(ev.Published((table.seq or 0) + 1, time_ns, event))
 
     at(0, ev.AdapterAccepted("a", "ab", 8, 100))
     at(0, ev.AdapterAccepted("b", "ab", 8, 100))
@@ -185,7 +184,7 @@ def test_requests_are_those_of_the_last_status() -> None:
     counts = {name: (one.leases, one.waiting) for name, one in table.views.items()}
     assert counts == {"a": (3, 0), "b": (0, 0), "c": (0, 0)}
     # Readers receive what has changed, and nothing else.
-    assert [one.adapter for one in table.updated_after(count)] == ["c"]
+    assert [one.adapter for one in table.updated_after(count) or ()] == ["c"]
 
 
 @pytest.fixture
@@ -237,7 +236,7 @@ def test_many_changes_are_read_as_one_list(gateway: Served) -> None:
     assert len(controller.requests(rq.ShowAdapter)) == 0
 
 
-class Answers:
+class Answers(AsyncClient):
     """A client whose statuses are numbered, and answered once the test lets them."""
 
     def __init__(self) -> None:
@@ -245,7 +244,7 @@ class Answers:
         self.released = asyncio.Semaphore(0)
         self.fails = False
 
-    async def status(self, timeout_s: Any, *, uses: Any) -> Any:
+    async def status(self, timeout_s: float | None = None, *, uses: bool = False) -> Any:
         assert uses
         self.begun += 1
         number = self.begun
@@ -255,7 +254,7 @@ class Answers:
         return msgspec.structs.replace(example_of(rq.StatusShown), seq=number)
 
 
-async def begun(client: openai.OpenAI, count: int) -> None:
+async def begun(client: Answers, count: int) -> None:
     while client.begun < count:
         await asyncio.sleep(0)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loradock.client import AdapterNotFound, EngineGone
+from loradock.client import AdapterNotFound, AsyncClient, EngineGone
 from loradock.gateway.adapters import sources as lora_modules
 from loradock.gateway.adapters.sources import LoraModule, load_modules, parse_lora_modules
 
@@ -23,17 +23,17 @@ def test_malformed_modules_are_refused(options: Any) -> None:
         parse_lora_modules(options)
 
 
-class Client:
+class Client(AsyncClient):
     """Fails with each of `errors` in turn."""
 
     def __init__(self, *errors: Any) -> None:
         self.errors = [*errors]
-        self.loaded = []
+        self.loaded: list[Any] = []
 
-    async def load(self, name: Any, path: Any) -> None:
+    async def load(self, *named: Any, **_: Any) -> Any:
         if self.errors:
             raise self.errors.pop(0)
-        self.loaded.append((name, path))
+        self.loaded.append(named)
 
 
 def test_modules_are_loaded_once_the_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

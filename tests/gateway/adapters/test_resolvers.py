@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loradock.client import AdapterNotFound
+from loradock.client import AdapterNotFound, AsyncClient
 from loradock.gateway.adapters import sources as resolvers
 from loradock.gateway.adapters.sources import (
     DirectoryResolver,
@@ -68,16 +68,16 @@ def test_installed_plugins_are_used_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 RESOLVED = 5
 
 
-class Client:
+class Client(AsyncClient):
     """Counts loads, which end when the test allows it."""
 
     def __init__(self) -> None:
-        self.loads = []
+        self.loads: list[Any] = []
         self.may_end = asyncio.Event()
-        self.error = None
+        self.error: Exception | None = None
 
-    async def load(self, name: Any, path: Any) -> None:
-        self.loads.append((name, path))
+    async def load(self, *named: Any, **_: Any) -> Any:
+        self.loads.append(named)
         await self.may_end.wait()
         if self.error:
             raise self.error

@@ -22,7 +22,11 @@ EVERY_POST = (
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A gateway with small bounds."""
-    bounds = {"body_bytes_max": 2000, "header_bytes_max": 4000, "receive_timeout_s": 1}
+    bounds: dict[str, Any] = {
+        "body_bytes_max": 2000,
+        "header_bytes_max": 4000,
+        "receive_timeout_s": 1,
+    }
     with (
         StandIn(tmp_path_factory.mktemp("gw")) as controller,
         serve_gateway(controller, allow_runtime_lora_updating=True, **bounds) as gateway,
@@ -121,7 +125,7 @@ class Lost:
 
     def __init__(self, is_lost: bool = False) -> None:
         self.has_received_all = True
-        self.watch = None
+        self.watch: Any = None
         self.is_lost = is_lost
 
     def set_watch(self, watch: Any) -> None:

@@ -141,9 +141,12 @@ def test_a_body_of_many_values_is_not_decoded(
 ) -> None:
     decoded: list[int] = []
     usual = endpoint.decode
-    monkeypatch.setattr(
-        endpoint, "decode", lambda decoder, body: decoded.append(1) or usual(decoder, body)
-    )
+
+    def decode(decoder: Any, body: Any) -> Any:
+        decoded.append(len(body))
+        return usual(decoder, body)
+
+    monkeypatch.setattr(endpoint, "decode", decode)
     for item in (b"[],", b"{},", b"1,"):
         body = b'{"prompt": [' + item * (2_700_000) + item[:-1] + b"]}"
         assert len(body) > 256 << 10
@@ -188,7 +191,7 @@ def test_a_data_url_is_compared_before_it_is_decoded(
     served: Served, monkeypatch: pytest.MonkeyPatch, url: str, problem: str
 ) -> None:
     decoded: list[int] = []
-    monkeypatch.setattr(images.base64, "b64decode", lambda *_, **__: decoded.append(1) or b"x")
+    monkeypatch.setattr(base64, "b64decode", lambda text, **_: decoded.append(len(text)))
     content = [{"type": "image_url", "image_url": {"url": url}}]
     assert problem in served.refused("/v1/chat/completions", chat(content))["message"]
     assert decoded == []
@@ -198,7 +201,7 @@ def test_images_are_compared_together_before_one_is_decoded(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(images, "IMAGES_BYTES_MAX", 1000)
-    monkeypatch.setattr(images.base64, "b64decode", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(base64, "b64decode", lambda *_, **__: 1 / 0)
     url = "data:image/png;base64," + base64.b64encode(bytes(600)).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}] * 2
     assert "together" in served.refused("/v1/chat/completions", chat(content))["message"]
@@ -214,7 +217,7 @@ def test_an_image_is_decoded_in_pieces_in_a_thread(
         calls.append((len(data), threading.current_thread().name))
         return usual(data, validate=validate)
 
-    monkeypatch.setattr(images.base64, "b64decode", decode)
+    monkeypatch.setattr(base64, "b64decode", decode)
     image = bytes(range(256)) * (4 << 12)
     url = "data:image/png;base64," + base64.b64encode(image).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}]

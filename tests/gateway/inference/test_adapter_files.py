@@ -37,13 +37,14 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     config = {"temperature": 0.5, "top_k": 7, "eos_token_id": 258}
     (model / "generation_config.json").write_text(json.dumps(config))
     (root / "adapters").mkdir(parents=True)
-    options = {"model": str(model), "adapter_roots": (str(root),)}
+    options: dict[str, Any] = {"model": str(model), "adapter_roots": (str(root),)}
     with (
         StandIn(directory) as controller,
         serve_gateway(controller, allow_runtime_lora_updating=True, **options) as served,
     ):
-        served.model, served.root = model, root / "adapters"
-        yield served
+        gateway: Any = served
+        gateway.model, gateway.root = model, root / "adapters"
+        yield gateway
 
 
 @pytest.fixture
@@ -354,8 +355,8 @@ def test_the_operators_template_precedes_the_adapters(tmp_path: Path) -> None:
     (adapter / "chat_template.jinja").write_text(OWN)
     (adapter / "generation_config.json").write_text('{"temperature": 0.25}')
     (tmp_path / "chosen.jinja").write_text("chosen")
-    options = {"model": str(model), "adapter_roots": (str(tmp_path),)}
-    chosen = {"chat_template": str(tmp_path / "chosen.jinja")}
-    with StandIn(tmp_path) as controller, serve_gateway(controller, **options, **chosen) as served:
+    options: dict[str, Any] = {"model": str(model), "adapter_roots": (str(tmp_path),)}
+    options["chat_template"] = str(tmp_path / "chosen.jinja")
+    with StandIn(tmp_path) as controller, serve_gateway(controller, **options) as served:
         assert prompt(served, model="upper") == "chosen"
         assert sampling(served, model="upper").temperature == 0.25

@@ -9,12 +9,23 @@ import pytest
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import MultimodalPrompt
-from tests.support.gateway.outputs import generate, only_generation, prompt, refuse, sampling
+from tests.support.gateway.outputs import (
+    generate,
+    only_generation,
+    prompt,
+    refuse,
+    sampling,
+    structure,
+)
 from tests.support.gateway.served import Served
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
-BODY = {"model": "upper", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+BODY: dict[str, Any] = {
+    "model": "upper",
+    "max_tokens": 50,
+    "messages": [{"role": "user", "content": "hi"}],
+}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"name": "weather", "description": "now", "input_schema": SCHEMA}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
@@ -32,9 +43,10 @@ def events(served: Served, **fields: Any) -> Any:
     return found
 
 
-def whole_of(stream: bool) -> Any:
+def whole_of(stream: Any) -> Any:
     """Return the message that a client accumulates from events."""
-    message, inputs = stream[0]["message"], {}
+    message = stream[0]["message"]
+    inputs: dict[int, str] = {}
     for event in stream[1:]:
         match event["type"]:
             case "content_block_start":
@@ -170,7 +182,7 @@ def test_an_answer_can_have_a_structure(hermes: Served) -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     generate(hermes, "{}")
     whole(hermes, output_config={"format": form})
-    assert json.loads(sampling(hermes).structure.text) == SCHEMA
+    assert json.loads(structure(hermes).text) == SCHEMA
 
 
 def test_tokens_are_counted(hermes: Served) -> None:

@@ -320,7 +320,7 @@ def ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def generate(request: Any) -> Any:
         name = request.request_id
-        chunks = (
+        chunks: Any = (
             rq.TokensStreamed(name, 0, (1,), "o"),
             rq.TokensStreamed(name, 1, (), finish_reason="stop", end_token=END),
         )

@@ -13,7 +13,7 @@ def resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: Any) -> None:
     def lookup(host: Any, port: int, **options: Any) -> Any:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
 
-    monkeypatch.setattr(images.socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_connection_is_made_to_the_address_that_was_checked(
             contacted.append(address)
             raise ConnectionRefusedError("refused by the test")
 
-    monkeypatch.setattr(images.socket, "socket", Refusing)
+    monkeypatch.setattr(socket, "socket", Refusing)
     with pytest.raises(HttpError, match="can't be fetched"):
         images.fetch_image("http://CDN.example:8080/a.png", ["cdn.example"])
     assert contacted == [("93.184.216.34", 8080)]
@@ -52,7 +52,7 @@ def test_other_hosts_are_refused_before_they_are_looked_up(monkeypatch: pytest.M
     def lookup(*arguments: Any, **options: Any) -> None:
         raise AssertionError("looked up")
 
-    monkeypatch.setattr(images.socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
     for url in ("https://evil.example/", "https://cdn.example.evil/", "https://u@evil.example/"):
         with pytest.raises(HttpError, match="allow it with"):
             images.fetch_image(url, ["cdn.example"])

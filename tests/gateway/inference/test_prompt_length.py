@@ -1,6 +1,6 @@
 """Prompts that are too long, as `openai` reports them, and prompts shortened on request."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -26,7 +26,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
         yield client
 
 
-CALLS = {
+CALLS: dict[str, Callable[..., Any]] = {
     "completion": lambda client, **more: client.completions.create(
         model="upper", prompt="hello", **more
     ),

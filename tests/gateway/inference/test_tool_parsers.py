@@ -19,7 +19,7 @@ from loradock.gateway.inference.tool_parsers import (
 )
 from loradock.gateway.options import AUTO_PARSER, GatewayOptions
 
-SCHEMAS = {
+SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {
         "type": "object",
         "properties": {
@@ -160,6 +160,7 @@ def test_a_call_without_end_is_text_from_a_bound_on(monkeypatch: pytest.MonkeyPa
     parser = FreeCalls(FORMATS["hermes"], SCHEMAS)
     assert parser.add("<tool_call>" + "x" * 90) == []
     [part] = parser.add("y" * 20)
+    assert isinstance(part, parsers.Text)
     assert part.text == "<tool_call>" + "x" * 90 + "y" * 20
     assert read(parser, [f"<tool_call>{TIME}</tool_call>"]) == ("", [("time", "{}")])
 
@@ -192,6 +193,9 @@ def test_forced_arguments_are_not_held_back() -> None:
     assert parser.add('[{"name": "time", "parameters": ') == []
     begun, first = parser.add('{"a"')
     [second] = parser.add(": 1")
+    assert isinstance(begun, parsers.CallBegun)
+    assert isinstance(first, parsers.ArgumentsAdded)
+    assert isinstance(second, parsers.ArgumentsAdded)
     assert (begun.name, first.text, second.text) == ("time", '{"a"', ": 1")
 
 

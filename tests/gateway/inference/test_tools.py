@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from loradock.messages import requests as rq
-from tests.support.gateway.outputs import generate, prompt, sampling
+from tests.support.gateway.outputs import generate, prompt, sampling, structure
 from tests.support.gateway.served import Served, data_of, model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
@@ -109,7 +109,7 @@ def test_some_call_can_be_forced(hermes: Served, client: Any, read: Any) -> None
     choice = read(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     assert calls_of(choice) == [("weather", '{"city": "Rome"}')]
     assert (choice.message.content or None, choice.finish_reason) == (None, "tool_calls")
-    schema = json.loads(sampling(hermes).structure.text)
+    schema = json.loads(structure(hermes).text)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     names = [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]]
     assert names == ["weather", "time"]
@@ -124,7 +124,7 @@ def test_one_tool_can_be_forced(hermes: Served, client: Any, read: Any) -> None:
     choice = read(client, tools=TOOLS, tool_choice=WEATHER)
     assert calls_of(choice) == [("weather", '{"city": "Rome"}')]
     assert choice.finish_reason == "tool_calls"
-    assert json.loads(sampling(hermes).structure.text) == CITY
+    assert json.loads(structure(hermes).text) == CITY
 
 
 def test_forced_arguments_are_streamed_as_they_are_generated(hermes: Served) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_client_has_one_thread_and_waits_for_one_piece_of_each_other(
 
     async def all_of_them() -> None:
         workers = Workers(threads)
-        tasks = [run_of(workers, client, lambda c=client: work(c)) for client in clients]
+        tasks = [run_of(workers, client, partial(work, client)) for client in clients]
         await asyncio.gather(*tasks)
         workers.close()
 

@@ -88,7 +88,7 @@ def test_head_is_answered_as_get_is(served: Served) -> None:
     assert (response.status_code, response.content) == (200, b"")
 
 
-WRONG = (True, -1, "\x00", [[]], {"": [{}]}, 10**30)
+WRONG: tuple[Any, ...] = (True, -1, "\x00", [[]], {"": [{}]}, 10**30)
 """Values of every type of JSON."""
 
 

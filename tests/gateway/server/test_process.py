@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 from loradock.gateway.options import GatewayConfig, parse_address
 from loradock.gateway.server import process
 from loradock.messages import requests as rq
-from loradock.processes.progress import Progress
+from loradock.processes.progress import Progress, Step
+from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
 from tests.support.gateway.served import Served, post_bytes, read_all, serve_gateway
 from tests.support.plain_logs import reset_logs
 from tests.support.simulation.standin_controller import StandIn
@@ -57,7 +59,7 @@ def test_wrong_addresses_are_refused(text: str) -> None:
 def test_a_wrong_configuration_ends_the_process(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr("sys.argv", ["gateway", text])
     try:
-        assert process.main() == process.EXIT_CONFIG
+        assert process.main() == EXIT_CONFIG
     finally:
         reset_logs()
 
@@ -76,7 +78,7 @@ def test_a_wrong_configuration_ends_the_process(monkeypatch: pytest.MonkeyPatch,
 def test_options_that_can_not_be_served_end_the_process(tmp_path: Path, options: Any) -> None:
     config = GatewayConfig(directory=str(tmp_path), port=0, **options)
     page = Progress.share()
-    assert process.run(msgspec.structs.replace(config, progress=page.path)) == process.EXIT_CONFIG
+    assert process.run(msgspec.structs.replace(config, progress=page.path)) == EXIT_CONFIG
     assert page.reason().startswith("can't serve with these options: ")
 
 
@@ -85,9 +87,7 @@ def test_an_address_in_use_ends_the_process(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = GatewayConfig(directory=str(tmp_path), port=port)
-        assert (
-            process.run(msgspec.structs.replace(config, progress=page.path)) == process.EXIT_SOCKET
-        )
+        assert process.run(msgspec.structs.replace(config, progress=page.path)) == EXIT_SOCKET
     # It is the last line of `serve`.
     assert page.reason() == f"--http 127.0.0.1:{port} can't be used: Address already in use"
 
@@ -98,7 +98,7 @@ def test_a_module_that_can_not_be_loaded_ends_the_process(tmp_path: Path) -> Non
         config = GatewayConfig(
             directory=str(controller.directory), port=0, lora_modules=("new=roots/new",)
         )
-        assert process.run(config) == process.EXIT_CONFIG
+        assert process.run(config) == EXIT_CONFIG
 
 
 def refuses(gateway: Served) -> bool:
@@ -128,14 +128,27 @@ def test_requests_in_flight_end_before_the_gateway(tmp_path: Path) -> None:
             reader = threading.Thread(target=lambda: answers.append(read_all(connection)))
             reader.start()
             # The gateway begins to end when the context does, and the answer follows that.
-            ending = threading.Thread(
-                target=lambda: (wait_until(lambda: refuses(gateway)), may_end.set())
-            )
+
+            def end() -> None:
+                wait_until(lambda: refuses(gateway))
+                may_end.set()
+
+            ending = threading.Thread(target=end)
             ending.start()
         ending.join(HANG_S)
         reader.join(HANG_S)
         connection.close()
     assert answers[0].startswith(b"HTTP/1.1 200")
+
+
+def step_of(page: Progress) -> Step:
+    step = page.read()
+    assert step is not None
+    return step
+
+
+def is_later(page: Progress, than: Step) -> bool:
+    return step_of(page).number > than.number
 
 
 def test_steps_are_reported_while_the_loop_runs(tmp_path: Path) -> None:
@@ -144,11 +157,11 @@ def test_steps_are_reported_while_the_loop_runs(tmp_path: Path) -> None:
     with StandIn(tmp_path) as controller:
         with serve_gateway(controller, progress=page, drain_timeout_s=7):
             for _ in range(3):
-                first = page.read()
-                wait_until(lambda first=first: page.read().number > first.number)
+                first = step_of(page)
+                wait_until(partial(is_later, page, first))
                 assert (first.name, first.bound_ns) == ("serve", process.STEP_BOUND_S * 10**9)
         # The end takes as long as its requests may take.
-        last = page.read()
+        last = step_of(page)
         assert (last.name, last.bound_ns) == ("stop", (7 + process.STEP_BOUND_S) * 10**9)
 
 

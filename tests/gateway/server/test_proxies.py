@@ -80,6 +80,10 @@ def test_without_sites_a_gateway_has_no_cors(served: Served) -> None:
     assert "access-control-allow-origin" not in served.get("/v1/models", origin=SITE).headers
 
 
+async def unused(*_: Any) -> None:
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -90,7 +94,7 @@ def test_without_sites_a_gateway_has_no_cors(served: Served) -> None:
 )
 def test_options_without_effect_are_refused(options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        with_cors(None, GatewayOptions(**options))
+        with_cors(unused, GatewayOptions(**options))
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/llm/v1/models", "/v1/models/big"])

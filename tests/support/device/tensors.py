@@ -62,7 +62,7 @@ skipping: Final = _Skipping()
 
 @contextmanager
 def skipped_kernels() -> Iterator[None]:
-    """Count launches of Triton kernels in the block, and don't run them: their outputs are zeros."""
+    """Count the launches of Triton kernels, and don't run them: new memory is filled with zeros."""
     skipping.is_on = True
     try:
         yield
@@ -127,7 +127,8 @@ def unwrap(value: Any) -> Any:
 
 
 def _is_host(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, SimulatedTensor)
+    is_simulated = isinstance(value, SimulatedTensor)
+    return isinstance(value, Tensor) and not is_simulated and value.device.type == "cpu"
 
 
 class _Operation:
@@ -320,7 +321,7 @@ def _refuse_mixed(operation: _Operation) -> None:
     mixed = [tensor for tensor in operation.hosted if tensor.dim() > 0]
     if operation.packet in _INDEXING:
         mixed = _check_indices(operation, mixed)
-    if mixed:
+    if mixed and operation.simulated:
         RECORD.error("tensors on two devices", operation.name)
         raise RuntimeError(
             f"Expected all tensors to be on the same device: {operation.name} has "

@@ -91,7 +91,7 @@ def make_blob(ranks: dict[int, int], seed: int, dtype: torch.dtype) -> tuple[Blo
         loras[shape.name] = LoRALayerWeights(shape.name, rank, 2.0 * rank, a, b)
         expected[index] = (a.to(dtype), (b * 2).to(dtype))
     model = LoRAModel(1, max(ranks.values()), loras)
-    return stage(model, MODULES, dtype, pin=False), expected
+    return stage(model, MODULES, dtype), expected
 
 
 def matrices_in(arena: Arena, slot: int) -> Matrices:

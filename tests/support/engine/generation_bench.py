@@ -161,7 +161,7 @@ class GenerationBench(SchedulerDriver):
         super().__init__(model, punica, slots, config, NAMES, InlineJobs())
         for slot, name in enumerate(NAMES):
             loaded = read_adapter(name, [root], model.adapter_target(self.lora_config))
-            self.blob = stage(loaded.model, model.shapes, torch.float32, False)
+            self.blob = stage(loaded.model, model.shapes, torch.float32)
             self.write(slot, slot + 1, 1)
 
     def write(self, slot: int, adapter_id: int, generation: int) -> None:

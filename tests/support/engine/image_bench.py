@@ -143,7 +143,7 @@ class ImageBench:
         self.arena, self.punica, self.config = bind_lora(model, config, 1 << 20)
         for slot, name in enumerate(NAMES):
             loaded = read_adapter(name, [directory / "adapters"], model.adapter_target(self.config))
-            self.arena.begin_write(slot, 1, stage(loaded.model, model.shapes, torch.float32, False))
+            self.arena.begin_write(slot, 1, stage(loaded.model, model.shapes, torch.float32))
             self.arena.finish_write(slot)
 
     def read(self, row: PromptRow) -> ProcessedPrompt:

@@ -51,8 +51,7 @@ class ParityBench:
         names = sorted(path.parent.name for path in root.glob("*/adapter_config.json"))
         self.ids = {name: number for number, name in enumerate(names, start=1)}
         self.blobs: dict[str, Blob] = {
-            name: stage(read(model, root, name), model.shapes, config.dtype, False)
-            for name in self.ids
+            name: stage(read(model, root, name), model.shapes, config.dtype) for name in self.ids
         }
         self.generations = [0] * slots
         self.residents: list[str | None] = [None] * slots

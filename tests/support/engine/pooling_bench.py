@@ -52,7 +52,7 @@ class PoolingBench:
         for slot, name in enumerate(NAMES):
             adapter_target = self.model.adapter_target(config)
             loaded = read_adapter(name, [root], adapter_target, is_follower=not group.is_leader)
-            self.arena.begin_write(slot, 1, stage(loaded.model, shapes, torch.float32, False))
+            self.arena.begin_write(slot, 1, stage(loaded.model, shapes, torch.float32))
             self.arena.finish_write(slot)
 
     def pooled(self, rows: tuple[tuple[str | None, tuple[int, ...]], ...] = ROWS) -> Tensor:

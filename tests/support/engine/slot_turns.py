@@ -24,6 +24,7 @@ class Rotation(GenerationBench):
     """Adapters in turns in `SLOTS` slots; `suspensions`: how often generations lost theirs.
 
     `patience`: the most calls of `rotate` for which a slot is kept without a new token.
+    `turn_tokens`: those of a turn.
     """
 
     def __init__(self, model: CausalModel, root: Path, config: EngineConfig) -> None:
@@ -32,10 +33,10 @@ class Rotation(GenerationBench):
         self.blobs: dict[int, Blob] = {}
         for number, name in enumerate(NAMES):
             loaded = read_adapter(name, [root], target)
-            self.blobs[number + 1] = stage(loaded.model, model.shapes, torch.float32, False)
+            self.blobs[number + 1] = stage(loaded.model, model.shapes, torch.float32)
             self.reset(number, 1)
         self.suspensions = 0
-        self.patience = sys.maxsize
+        self.patience, self.turn_tokens = sys.maxsize, 1
         # Calls of `rotate` since each slot was entered.
         self._ages = [0] * SLOTS
         self._generation = 1
@@ -63,7 +64,7 @@ class Rotation(GenerationBench):
             self._ages[slot] += 1
             is_over = self._ages[slot] > self.patience
             if not self._waiting or not (
-                is_over or self.scheduler.is_turn_over(slot, generation, 1)
+                is_over or self.scheduler.is_turn_over(slot, generation, self.turn_tokens)
             ):
                 continue
             if adapter_id:

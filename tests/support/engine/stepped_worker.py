@@ -15,12 +15,12 @@ from typing import Any, Final
 import zmq
 
 from loradock import Client
-from loradock.controller.server.transport import endpoint
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.models.loading import load_model
 from loradock.engine.worker.engine import Engine
 from loradock.engine.worker.process import connect
 from loradock.engine.worker.worker import Wakeup, Worker
+from loradock.messages.addresses import endpoint
 from loradock.messages.commands import StartGeneration
 from loradock.messages.ids import BASE_MODEL
 from loradock.messages.requests import TokensStreamed

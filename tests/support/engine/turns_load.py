@@ -87,7 +87,7 @@ class TurnsLoad:
         self.engine = Engine(load_model(config, lora), config, lora, "turns")
         self.now_ms = 0.0
         self._core = Controller(
-            Limits(slots_max=SLOTS, device_bytes_max=1 << 20, turn_tokens=turn_tokens)
+            Limits(max_loras=SLOTS, device_bytes_max=1 << 20, turn_tokens=turn_tokens)
         )
         self._numbers = count()
         self._arriving: list[tuple[float, int, commands.Command]] = []

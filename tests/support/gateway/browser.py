@@ -19,8 +19,8 @@ class Visit:
 
     def __init__(self, page: Any) -> None:
         self.page = page
-        self.messages = []
-        self.addresses = []
+        self.messages: list[str] = []
+        self.addresses: list[str] = []
         page.on("console", lambda message: self.messages.append(message.text))
         page.on("pageerror", lambda error: self.messages.append(str(error)))
         page.on("request", lambda request: self.addresses.append(request.url))

@@ -15,7 +15,7 @@ class Collector(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.spans = []
+        self.spans: list[Any] = []
 
     @property
     def url(self) -> Any:
@@ -26,6 +26,8 @@ class Collector(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         if self.headers.get("content-encoding") == "gzip":

@@ -4,12 +4,13 @@ from typing import Any
 
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from loradock.messages.prompts import Sampling
+from loradock.messages.prompts import Sampling, Structure
+from loradock.messages.views import FinishReason
 from tests.support.gateway.served import Served
 
 
 def generate(
-    served: Served, text: str, reason: rq.FinishReason = "stop", *, characters: int = 3
+    served: Served, text: str, reason: FinishReason = "stop", *, characters: int = 3
 ) -> None:
     """Let every generation have this text, in tokens of some characters."""
     parts = [text[at : at + characters] for at in range(0, len(text), characters)]
@@ -39,6 +40,7 @@ def refuse(
 
 def only_generation(served: Served) -> rq.Generate:
     """Return the only generation that was requested."""
+    request: rq.Generate
     [request] = served.controller.requests(rq.Generate)
     return request
 
@@ -48,6 +50,15 @@ def sampling(served: Served) -> Sampling:
     return only_generation(served).sampling
 
 
+def structure(served: Served) -> Structure:
+    """Return the structure of the only generation's output."""
+    found = sampling(served).structure
+    assert found is not None
+    return found
+
+
 def prompt(served: Served) -> str:
     """Return the prompt of the only generation, whose tokens are bytes."""
-    return bytes(only_generation(served).prompt).decode()
+    tokens = only_generation(served).prompt
+    assert isinstance(tokens, tuple)
+    return bytes(tokens).decode()

@@ -40,6 +40,13 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 SHARED_BYTES_MAX = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """The shared memory that is available to one block, by architecture."""
 
+SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+"""The shared memory of a multiprocessor; each block takes 1 KiB more than it asks for."""
+
+REGISTERS = 65536
+WARPS_MAX, BLOCKS_MAX = 64, 32
+"""The registers, warps and blocks of a multiprocessor, on each of these architectures."""
+
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SLICES = 3
 
@@ -76,6 +83,18 @@ class Compiled(NamedTuple):
     spilled_bytes: int
     shared_bytes: int
     instructions: dict[str, int]
+
+    def resident_warps(self, warps: int, architecture: int) -> int:
+        """Return the warps that run at once on a multiprocessor, for blocks of `warps`."""
+        # A warp's registers are allocated in units of 256.
+        registers = -(-self.registers * 32 // 256) * 256
+        blocks = min(
+            REGISTERS // (registers * warps),
+            SHARED_BYTES[architecture] // (self.shared_bytes + 1024),
+            WARPS_MAX // warps,
+            BLOCKS_MAX,
+        )
+        return blocks * warps
 
     def count(self, pattern: str) -> int:
         return sum(n for name, n in self.instructions.items() if re.fullmatch(pattern, name))

@@ -203,7 +203,7 @@ def logits(model: CausalModel, root: Path, config: LoRAConfig, is_follower: bool
     model.bind(arena, punica)
     for slot, name in enumerate(names):
         loaded = read_adapter(name, [root], model.adapter_target(config), is_follower=is_follower)
-        arena.begin_write(slot, 1, stage(loaded.model, model.shapes, torch.float32, False))
+        arena.begin_write(slot, 1, stage(loaded.model, model.shapes, torch.float32))
         arena.finish_write(slot)
     ids = list(range(1, len(names) + 1))
     rows = torch.tensor([0, *ids])

@@ -90,6 +90,9 @@ class Forker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders, self._answers = self._process.stdin, self._process.stdout
         atexit.register(self.close)
 
     def start(self, module: str, arguments: tuple[str, ...], output: Path) -> ForkedProcess:
@@ -103,15 +106,15 @@ class Forker:
     def send(self, order: Start | Status) -> int | None:
         """Return the answer to an order."""
         with self._lock:
-            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-            self._process.stdin.flush()
-            return msgspec.json.decode(self._process.stdout.readline(), type=int | None)
+            self._orders.write(msgspec.json.encode(order) + b"\n")
+            self._orders.flush()
+            return msgspec.json.decode(self._answers.readline(), type=int | None)
 
     def close(self) -> None:
         """End all processes that were forked."""
-        self._process.stdin.close()
+        self._orders.close()
         self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
 
 
 @cache

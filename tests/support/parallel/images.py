@@ -4,9 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loradock.engine.jobs import ThreadedJobs
+from loradock.engine.jobs import CollectiveJobs, ThreadedJobs
 from loradock.engine.parallel import ParallelGroup
-from loradock.engine.worker.collective_jobs import CollectiveJobs
 from loradock.messages.prompts import Sampling
 from tests.support.engine.image_bench import ImageBench, PromptRow
 from tests.support.models.image_examples import image_prompt, picture

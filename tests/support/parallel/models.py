@@ -134,7 +134,6 @@ class ShardedBench:
                 adapter(slot, columns_of_one_adapter(shapes)).sharded(by_name),
                 shapes,
                 torch.float32,
-                pin=False,
             )
             arena.begin_write(slot, 1, blob)
             arena.finish_write(slot)
@@ -194,7 +193,7 @@ def with_adapter(group: ParallelGroup, name: str, directory: str) -> str | list[
     arena = Arena(1, model.shapes, 4 << 20, torch.float32, "cpu")
     punica = PunicaWrapper(torch.device("cpu"), RANK_MAX, choose_kernels("cpu"))
     model.bind(arena, punica)
-    arena.begin_write(0, 1, stage(loaded.model, model.shapes, torch.float32, pin=False))
+    arena.begin_write(0, 1, stage(loaded.model, model.shapes, torch.float32))
     arena.finish_write(0)
     punica.update_metadata(LoRAMapping([5] * len(TOKENS), [5], is_prefill=True), [5])
     with torch.inference_mode():

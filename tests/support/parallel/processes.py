@@ -15,7 +15,7 @@ import msgspec
 
 from loradock.controller.core.limits import Limits
 from loradock.controller.server.config import ServerConfig, Supervision
-from loradock.controller.server.transport import endpoint
+from loradock.messages.addresses import endpoint
 from loradock.messages.engine_options import (
     EngineOptions,
     EngineProcess,
@@ -52,9 +52,10 @@ _HASH_SEEDS = 3
 class ControllerProcess:
     """A controller that can be killed and started again over the same directory."""
 
-    def __init__(self, directory: Path, limits: Limits = LIMITS, **options: object) -> None:
+    def __init__(self, directory: Path, limits: Limits = LIMITS, **options: Any) -> None:
         self._config = ServerConfig(str(directory), limits, **options)
-        self._module, self._arguments = CONTROLLER, ()
+        self._module = CONTROLLER
+        self._arguments: tuple[str, ...] = ()
         self._errors = directory.with_suffix(".controller.log")
         self._process: ForkedProcess | None = None
         self._starts = 0
@@ -66,8 +67,13 @@ class ControllerProcess:
         self._module, self._arguments = STEPPED_CONTROLLER, (str(offset),)
 
     @property
+    def _running(self) -> ForkedProcess:
+        assert self._process is not None
+        return self._process
+
+    @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._running.pid
 
     def start(self) -> None:
         supervision = Supervision(launch_id=self.launch_id)
@@ -79,15 +85,15 @@ class ControllerProcess:
         self._starts += 1
 
     def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        self._running.send_signal(signal.SIGKILL)
+        self._running.wait()
 
     def stop(self) -> int:
-        self._process.terminate()
-        return self._process.wait(HANG_S)
+        self._running.terminate()
+        return self._running.wait(HANG_S)
 
     def wait(self) -> int:
-        return self._process.wait(HANG_S)
+        return self._running.wait(HANG_S)
 
     def output(self) -> str:
         return self._errors.read_text()
@@ -95,7 +101,7 @@ class ControllerProcess:
 
 @contextmanager
 def controller(
-    directory: Path, clock_offset: Path | None = None, **options: object
+    directory: Path, clock_offset: Path | None = None, **options: Any
 ) -> Iterator[ControllerProcess]:
     process = ControllerProcess(directory, **options)
     if clock_offset is not None:
@@ -104,7 +110,7 @@ def controller(
     try:
         yield process
     finally:
-        if process._process.poll() is None:
+        if process._running.poll() is None:
             process.kill()
 
 
@@ -117,13 +123,14 @@ def engine(
     **options: Any,
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Run an engine that no supervisor watches; `options` are fields of `EngineOptions`."""
+    keys: dict[str, Any] = engine_keys(directory)
     start = EngineStart(
         connect=endpoint(directory, "engine.sock"),
         model=str(model),
         adapter_roots=tuple(map(str, roots)),
         max_loras=limits.max_loras,
         device_bytes_max=limits.device_bytes_max,
-        **engine_keys(directory),
+        **keys,
     )
     lora, engine_options = LoRAOptions(max_lora_rank=64), EngineOptions(**options)
     command = engine_command(EngineProcess(start=start, lora=lora, engine=engine_options))

@@ -57,7 +57,7 @@ class ShardedTowersBench:
         for slot in range(len(IDS)):
             shapes = columns_of_one_adapter(self.model.shapes)
             part = adapter(slot, shapes).sharded(by_name)
-            arena.begin_write(slot, 1, stage(part, self.model.shapes, torch.float32, pin=False))
+            arena.begin_write(slot, 1, stage(part, self.model.shapes, torch.float32))
             arena.finish_write(slot)
 
     @torch.inference_mode()

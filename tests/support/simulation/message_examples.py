@@ -28,10 +28,12 @@ from loradock.messages.records import (
 from loradock.messages.views import (
     AdapterCounters,
     AdapterUse,
+    AdapterView,
     Distribution,
     EngineStatistics,
     FailureView,
     Placement,
+    TierView,
     TokenLogprob,
 )
 
@@ -71,7 +73,7 @@ _STATISTICS = EngineStatistics(
     batching="single",
     batching_refusal="a padded row's results differ",
 )
-_VIEW = requests.AdapterView(
+_VIEW = AdapterView(
     adapter="tenant-17",
     adapter_id=5,
     state="pinned",
@@ -112,11 +114,12 @@ _HELD = reports.InventoryAdapter(
 )
 _TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 _CLIENT = "key-1"
-_SAMPLING = Sampling(
+_VALUES: tuple[Any, ...] = (
     *(64, 0.75, 40, 0.9, 12345, ("\n\n", "###")),
     *(0.05, 0.5, -0.25, 1.1, ((7, -3.5),), 2, (3, 4), True, True),
     *(5, 2, 3, Structure("choice", "[ab]", ("a", "b")), False),
 )
+_SAMPLING = Sampling(*_VALUES)
 _LOGPROB = TokenLogprob(11, -0.5, 2, ((12, -0.25), (11, -0.5)))
 
 _INPUTS = ("Grüße, 世界", (1, 2, 3))
@@ -174,7 +177,7 @@ EXAMPLES: dict[type, Any] = {
             operations=3,
             answered=4,
             refused=5,
-            tiers=(requests.TierView("device", 1, 4, 8192, 65536),),
+            tiers=(TierView("device", 1, 4, 8192, 65536),),
             events_seq=78,
             controller_pid=4141,
             snapshot_seq=90,
@@ -375,4 +378,5 @@ _STRATEGIES: dict[type, Any] = {
 
 
 def _strategy(info: Any) -> st.SearchStrategy[Any]:
-    return _STRATEGIES[type(info)](info)
+    found: st.SearchStrategy[Any] = _STRATEGIES[type(info)](info)
+    return found

@@ -18,9 +18,9 @@ import msgspec
 import zmq
 
 from loradock.controller.log.segments import read
-from loradock.controller.server.transport import endpoint
 from loradock.engine.worker.controller_link import ControllerLink
 from loradock.messages import commands, reports, requests
+from loradock.messages.addresses import endpoint
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED
 from loradock.messages.views import EngineStatistics

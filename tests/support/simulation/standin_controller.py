@@ -9,7 +9,9 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 import msgspec
 import zmq
@@ -18,7 +20,15 @@ from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import MAX_TOKENS_DEFAULT
-from loradock.messages.views import AdapterUse, EngineStatistics, Placement, TokenLogprob
+from loradock.messages.views import (
+    AdapterUse,
+    AdapterView,
+    EngineStatistics,
+    Placement,
+    PoolingTask,
+    TierView,
+    TokenLogprob,
+)
 from loradock.messages.wire import EVENTS, REPLIES, REQUESTS
 from tests.support.waiting import HANG_S
 
@@ -30,8 +40,8 @@ STATISTICS = EngineStatistics(
 )  # fmt: skip
 
 
-def view(name, state="gpu-slot", **changes):
-    fields = {
+def view(name: str, state: str = "gpu-slot", **changes: Any) -> AdapterView:
+    fields: dict[str, Any] = {
         "adapter": name,
         "adapter_id": 1,
         "state": state,
@@ -55,17 +65,22 @@ def view(name, state="gpu-slot", **changes):
         "failures": 0,
         "last_used_ns": 1_700_000_000_000_000_000,
     }
-    return rq.AdapterView(**(fields | changes))
+    return AdapterView(**(fields | changes))
 
 
 PROMPT = (97, 98, 99, 100)
 """The tokens of every prompt, as log-probabilities are reported for them."""
 
 
-def _logprob(token, top):
+def _logprob(token: int, top: int) -> TokenLogprob:
     """Return the entry of a token, which is the second most likely one."""
     best = ((token + 1, -0.25), (token, -1.5), *((200 + at, -2.0 - at) for at in range(top)))
     return TokenLogprob(token, -1.5, 2, best[:top])
+
+
+Answer = Callable[[Any], rq.Reply | None]
+Send = Callable[[rq.Reply], None]
+Output = Sequence[tuple[int, str]]
 
 
 class StandIn:
@@ -75,34 +90,34 @@ class StandIn:
     `answers`: request type -> a function of the request that returns the reply, None for silence.
     """
 
-    def __init__(self, directory: Path, output=((1, "o"), (2, "n"), (3, "e"))):
+    def __init__(self, directory: Path, output: Output = ((1, "o"), (2, "n"), (3, "e"))) -> None:
         self.directory = Path(directory)
-        self.output = output
+        self.output: Output = output
         self.adapters = {"upper": view("upper"), "reverse": view("reverse", "evicted")}
-        self.answers = {}
+        self.answers: dict[type, Answer] = {}
         self.lose = 0
         self.lose_chunks = 0
         self.done_first = False
         self.epoch = 1
         self.first_seq = 1
-        self.published = []
-        self.received = []
+        self.published: list[ev.Published] = []
+        self.received: list[Any] = []
         # Replies that precede the next final one.
-        self.extra_replies = []
-        self._kept = {}
-        self._streamed = {}
-        self._queue = []
+        self.extra_replies: list[rq.Reply] = []
+        self._kept: dict[tuple[bytes, str], rq.Reply] = {}
+        self._streamed: dict[tuple[bytes, str], int] = {}
+        self._queue: list[tuple[ev.Published, ...]] = []
         self._stop = threading.Event()
-        self._thread = None
+        self._thread: threading.Thread | None = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def start(self):
+    def start(self) -> None:
         (self.directory / "run").mkdir(parents=True, exist_ok=True)
         self._stop.clear()
         bound = threading.Event()
@@ -110,17 +125,18 @@ class StandIn:
         self._thread.start()
         assert bound.wait(HANG_S)
 
-    def stop(self):
+    def stop(self) -> None:
         self._stop.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
-    def restart(self):
+    def restart(self) -> None:
         """Start a new epoch: answers and events are kept, routes are not."""
         self.stop()
         self.epoch += 1
         self.start()
 
-    def publish(self, *happened, silently=False):
+    def publish(self, *happened: ev.Event, silently: bool = False) -> None:
         """Number these events and send them in one frame; `silently` loses that frame."""
         batch = []
         for event in happened:
@@ -130,19 +146,19 @@ class StandIn:
             self._queue.append(tuple(batch))
 
     @property
-    def answered(self):
+    def answered(self) -> int:
         """The number of requests that were answered, repeats not counted."""
         return len(self._kept)
 
-    def requests(self, kind):
+    def requests(self, kind: Any) -> list[Any]:
         """The requests of a type that arrived, each once, although clients repeat slow ones."""
-        return list({request.request_id: request for request in self.repeated(kind)}.values())
+        return list({one.request_id: one for one in self.repeated(kind)}.values())
 
-    def repeated(self, kind):
+    def repeated(self, kind: Any) -> list[Any]:
         """The requests of a type that arrived, with each repeat."""
         return [request for request in self.received if isinstance(request, kind)]
 
-    def _serve(self, bound):
+    def _serve(self, bound: threading.Event) -> None:
         with zmq.Context() as context:
             router = context.socket(zmq.ROUTER)
             pub = context.socket(zmq.PUB)
@@ -164,38 +180,44 @@ class StandIn:
             router.close()
             pub.close()
 
-    def _send_events(self, pub, batch):
+    def _send_events(self, pub: Any, batch: tuple[ev.Published, ...]) -> None:
         seq = batch[-1].seq if batch else len(self.published)
         pub.send(EVENTS.encode(batch, self.epoch, seq))
 
-    def _on_request(self, router, route, token, request):
+    def _on_request(self, router: Any, route: bytes, token: bytes, request: Any) -> None:
         self.received.append(request)
 
-        def send(reply):
+        def send(reply: rq.Reply) -> None:
             router.send_multipart([route, REPLIES.encode((reply,), self.epoch, 0)])
 
         key = (token, request.request_id)
         answered = key in self._kept
         if not answered:
-            reply = self._answer(request)
-            if reply is None:
+            new = self._answer(request)
+            if new is None:
                 return
-            self._kept[key] = reply
+            self._kept[key] = new
         reply = self._kept[key]
-        streams = isinstance(reply, rq.GenerationDone | rq.PoolingDone)
+        done = reply if isinstance(reply, rq.GenerationDone | rq.PoolingDone) else None
         done_first = answered or self.done_first
-        if streams and not done_first:
-            self._stream(send, key, reply, request)
+        if done is not None and not done_first:
+            self._stream(send, key, done, request)
         while self.extra_replies:
             send(self.extra_replies.pop(0))
         if self.lose:
             self.lose -= 1
         else:
             send(reply)
-        if streams and done_first:
-            self._stream(send, key, reply, request)
+        if done is not None and done_first:
+            self._stream(send, key, done, request)
 
-    def _stream(self, send, key, done, request):
+    def _stream(
+        self,
+        send: Send,
+        key: tuple[bytes, str],
+        done: rq.GenerationDone | rq.PoolingDone,
+        request: Any,
+    ) -> None:
         # Each repetition is sent in larger chunks than the one before.
         size = self._streamed[key] = self._streamed.get(key, 0) + 1
         if isinstance(done, rq.PoolingDone):
@@ -212,7 +234,9 @@ class StandIn:
                 else:
                     send(msgspec.structs.replace(message, finish_reason=reason))
 
-    def _chunk(self, request, output, start, size, index):
+    def _chunk(
+        self, request: rq.Generate, output: Output, start: int, size: int, index: int
+    ) -> rq.TokensStreamed:
         part, sampling = output[start : start + size], request.sampling
         tokens = tuple(token for token, _ in part)
         text = "".join(text for _, text in part)
@@ -225,7 +249,7 @@ class StandIn:
             message = msgspec.structs.replace(message, prompt_logprobs=(None, *scores))
         return message
 
-    def _stream_vectors(self, send, done, size):
+    def _stream_vectors(self, send: Send, done: rq.PoolingDone, size: int) -> None:
         labels = ("good", "bad") if done.task == "classify" else ()
         for start in reversed(range(0, done.inputs, size)):
             places = range(start, min(start + size, done.inputs))
@@ -235,14 +259,14 @@ class StandIn:
             else:
                 send(rq.VectorsStreamed(done.request_id, start, vectors, labels))
 
-    def _prefetch(self, request):
+    def _prefetch(self, request: rq.PrefetchAdapter) -> rq.Reply:
         return rq.PrefetchAccepted(request.request_id, request.adapter, "evicted", request.target)
 
-    def _answer(self, request):
+    def _answer(self, request: Any) -> rq.Reply | None:
         special = self.answers.get(type(request))
         if special is not None:
             return special(request)
-        usual = {
+        usual: dict[type, Answer] = {
             rq.ListAdapters: self._list,
             rq.ShowStatus: self._status,
             rq.FetchEvents: self._fetch,
@@ -255,23 +279,23 @@ class StandIn:
         }
         return usual.get(type(request), self._answer_about)(request)
 
-    def _list(self, request):
+    def _list(self, request: rq.ListAdapters) -> rq.Reply:
         views = tuple(self.adapters[name] for name in sorted(self.adapters))
         return rq.AdaptersListed(request.request_id, views, len(self.published))
 
-    def _place(self, request):
+    def _place(self, request: rq.ActivateBatch) -> rq.Reply:
         places = tuple(Placement(name, i, 7) for i, name in enumerate(request.adapters))
         return rq.BatchDone(request.request_id, places)
 
-    def _generate(self, request):
+    def _generate(self, request: rq.Generate) -> rq.Reply:
         sampling = request.sampling
         count = min(len(self.output), sampling.max_tokens or MAX_TOKENS_DEFAULT) * sampling.n
         return rq.GenerationDone(request.request_id, request.adapter, "length", 4, count)
 
-    def _pool(self, request, task):
+    def _pool(self, request: rq.Embed | rq.Classify, task: PoolingTask) -> rq.Reply:
         return rq.PoolingDone(request.request_id, request.adapter, task, len(request.inputs), 5)
 
-    def _answer_about(self, request):
+    def _answer_about(self, request: Any) -> rq.Reply:
         known = self.adapters.get(request.adapter)
         if known is None:
             text = f"no adapter is called {request.adapter!r}"
@@ -282,11 +306,11 @@ class StandIn:
             request.request_id, known.adapter, known.state, known.slot, known.generation
         )
 
-    def _status(self, request):
+    def _status(self, request: rq.ShowStatus) -> rq.StatusShown:
         tiers = (
-            rq.TierView("host", 2, 64, 0, 1 << 32),
-            rq.TierView("pinned", 1, 0, 4096, 1 << 32),
-            rq.TierView("device", 1, 8, 4096, 1 << 30),
+            TierView("host", 2, 64, 0, 1 << 32),
+            TierView("pinned", 1, 0, 4096, 1 << 32),
+            TierView("device", 1, 8, 4096, 1 << 30),
         )
         views = self.adapters.values()
         uses = tuple(
@@ -320,7 +344,7 @@ class StandIn:
             uses=uses if request.uses else (),
         )
 
-    def _fetch(self, request):
+    def _fetch(self, request: rq.FetchEvents) -> rq.Reply:
         first, last = request.first_seq, len(self.published)
         if first < self.first_seq and request.snapshot:
             views = tuple(self.adapters.values())

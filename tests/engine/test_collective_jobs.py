@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from loradock.engine.errors import AdapterNotFound, Conflict, code_of, text_of
-from loradock.engine.jobs import FinishedJob
-from loradock.engine.worker.collective_jobs import CollectiveJobs
+from loradock.engine.jobs import CollectiveJobs, FinishedJob
 from loradock.messages.errors import ErrorCode
 from tests.support.parallel.threads import RANKS, SharedGroup, on_all_ranks
 

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
-from loradock.engine.adapters import PEFTHelper, bounded_regex
-from loradock.engine.adapters.bounded_regex import PatternRefused, PatternTable
+from loradock.engine.adapters import PEFTHelper, bounded_parsing
+from loradock.engine.adapters.bounded_parsing import PatternRefused, PatternTable
 from loradock.engine.errors import AdapterConfigRefused
 from tests.support.engine.adapter_examples import CONFIG
 
@@ -179,7 +179,7 @@ def test_hostile_keys_are_refused_or_matched_with_little_time_and_memory() -> No
 
 def test_the_time_of_all_keys_and_paths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for keys in ({"(a{0,10}){0,100}b": 1}, {f"m{i}": i for i in range(4000)}):
-        monkeypatch.setattr(bounded_regex, "CPU_S_MAX", 0.05)
+        monkeypatch.setattr(bounded_parsing, "CPU_S_MAX", 0.05)
         table: PatternTable[int] = PatternTable(keys)
         with pytest.raises(PatternRefused, match=r"more than 0.05 s .* fewer keys"):
             [table.find("a" * 400 + str(number)) for number in range(100_000)]
