@@ -84,7 +84,7 @@ def _schema_of(connection: sqlite3.Connection, path: Path) -> int:
 
 
 class EventReader:
-    """Reads events by number while another process may write or remove them.
+    """Reads events by number while another process can write or remove them.
 
     Each call opens the database, so it sees the last commit. Raises `LogError` and `OSError`.
     """
@@ -221,7 +221,7 @@ class EventWriter:
         return seq or 0
 
     def cut_after(self, seq: Seq) -> None:
-        """Drop the events after number `seq`: a log that was cut may have others there."""
+        """Drop the events after number `seq`: a log that was cut can have others there."""
         self._delete("seq > ?", seq)
 
     def drop_before(self, seq: Seq) -> None:

@@ -15,7 +15,7 @@ file, repeats the last one's.
     ├── LogCorrupt      bytes that were written are missing or changed, before the tail
     ├── LogForeign      written by a format or by rules that this version does not know
     ├── LogBusy         another process writes this log
-    ├── LogFull         no space; nothing was written, and a later append may succeed
+    ├── LogFull         no space; nothing was written, and a later append can succeed
     └── LogSyncFailed   the disk failed; nothing may be acknowledged until a restart
 """
 

@@ -256,7 +256,7 @@ def replay(  # noqa: PLR0913 - one parameter per way of replaying
 def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResult:
     """Replay a whole log of any rules, without comparing its digests.
 
-    Where its rules are not known here, the current ones are used: the state may differ from the one
+    Where its rules are not known here, the current ones are used: the state can differ from the one
     at that time in what they have changed.
     """
     replayer = _Replayer(None, None, checked=False)

@@ -72,7 +72,7 @@ class Mark(NamedTuple):
 
 
 class Snapshot(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """The content of a file; `marks` are those of the snapshots before it, and its own.
+    """The content of a file; `marks`: of the snapshots before it, and its own.
 
     `digest` is that of the world after record `position.link.seq`.
     """

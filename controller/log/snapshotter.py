@@ -72,7 +72,7 @@ def make_snapshot(
 ) -> SnapshotMade | None:
     """Make the snapshot after record `order.until` and apply retention; None for an empty log.
 
-    The log may be written meanwhile. After a failure or a crash at any step the log has the
+    The log can be written meanwhile. After a failure or a crash at any step the log has the
     snapshots and segments that a restart needs. Raises `LogError`, `LimitsError` and `OSError`.
     """
     with _locked(directory, storage):

@@ -1,6 +1,6 @@
 """The file system as the log uses it: the only module of the log that opens, writes or syncs.
 
-A `Storage` has no state of its own, so that a simulation can replace it by one in memory. Files are
+A `Storage` has no state, so that a simulation can replace it by one in memory. Files are
 named by paths and, while they are written, by descriptors. Errors are `OSError`.
 """
 

@@ -5,7 +5,7 @@ the policy specifies, or raises and none of them counts. Its two parts, `begin_g
 `end_group`, let the caller use the time of the sync. The log has no clock and no thread.
 
 Nothing is acknowledged after a failed sync: what the disk then holds is only known by reading it
-again. A crash of the machine in the middle of a write may leave a hole before a whole record; that
+again. A crash of the machine in the middle of a write can leave a hole before a whole record; that
 is corruption and not a torn tail, so an operator decides (`loradock.controller.log.repair`).
 """
 
@@ -132,7 +132,7 @@ class Log:
     def append(self, records: Sequence[Record], epoch: Epoch) -> Seq:
         """Write a group and make it durable by the policy; return its last record's number.
 
-        `LogFull`: the log is unchanged, and a later append may succeed. `LogSyncFailed`: the log
+        `LogFull`: the log is unchanged, and a later append can succeed. `LogSyncFailed`: the log
         accepts nothing more, and no record of this group may be acknowledged.
         """
         last_seq = self.begin_group(records, epoch)
@@ -316,7 +316,7 @@ class Log:
         return Recovered(self.next_seq, self._link.epoch, segment.torn_bytes, cut_from, kept_in)
 
     def _check_end(self, segment: Segment | None) -> None:
-        """Raise `LogCorrupt` if there were later records than those of the last segment."""
+        """Raise `LogCorrupt` if there were records after the last segment."""
         link = segment.scan.link if segment else CHAIN_START
         file = segment.file if segment else segment_path(self.directory, 1)
         offset = segment.scan.offset if segment else 0

@@ -150,7 +150,7 @@ class Access:
     def user_of(self, domain: str, public: str) -> str | None:
         """Return the name of a key that may connect to the sockets of `domain`, else None."""
         self.refresh()
-        # One look: a name may be another key's in the next table.
+        # One look: a name can be another key's in the next table.
         user = self._by_public.get(public)
         if user is None or (user.key.right == "engine") != (domain == ENGINE_DOMAIN):
             return None
@@ -212,7 +212,7 @@ class Access:
     def shown(self, user: str, reply: Reply) -> Reply:
         """Return a reply without what a limited key can't see.
 
-        That are the contents of other adapters' events, and the server's own paths in refusals.
+        This removes the content of other adapters' events, and the server's paths from refusals.
         """
         if self.sees(user) is None:
             return reply

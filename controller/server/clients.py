@@ -29,7 +29,7 @@ CLIENTS_PER_ROUTE_MAX: Final = 16
 PAYLOAD_BYTES_MAX: Final = 1 << 30
 """Bound on the payloads of unanswered requests, in bytes together.
 
-Payloads of requests that are pending already, which clients resend after a restart, may take the
+Payloads of requests that are pending already, which clients resend after a restart, can take the
 same number of bytes again.
 """
 

@@ -117,7 +117,7 @@ class RemoteGuard:
 
     A port can't be hidden as a file can; its peers find their connections closed and try again.
     `bytes_max`: by local port, the bytes of a connection that can be unread. `read` has the bytes
-    that were read, by descriptor; ports without it are those of subscribers, whose bytes all count.
+    that were read, by descriptor; those of subscribers are not in it, so all of them count.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ def _return_memory() -> None:
 
 
 def _end_connections(descriptors: Sequence[int]) -> None:
-    """Shut connections down; their owner, another thread, may have closed them meanwhile."""
+    """Shut connections down; their owner, another thread, can have closed them meanwhile."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             copy = os.dup(descriptor)

@@ -219,7 +219,7 @@ class EngineLink:
         if seq <= self._delivered:
             return
         if self._phase is Phase.SYNCHRONISING:
-            # Earlier ones may follow: the engine resends unacknowledged reports before it answers.
+            # Earlier ones can follow: the engine resends unacknowledged reports before it answers.
             self._reordered[seq] = report
         elif seq == self._delivered + 1:
             self._delivered = seq

@@ -37,7 +37,7 @@ FETCHES_MAX: Final = 256
 """Bound on the fetches of all clients that wait for the database."""
 
 FETCH_RETRY_MS: Final = 100
-"""When a refused fetch may be sent again: each answer of the database leaves space for another."""
+"""When a refused fetch can be sent again: each answer of the database leaves space for another."""
 
 EVENTS_BEAT_NS: Final = 100_000_000
 """Longest time without a frame of events; an empty one has the last event's number."""

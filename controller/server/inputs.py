@@ -216,7 +216,7 @@ def recover(
             )
             break
         except HandlingFailed as failed:
-            # The process that logged it may have ended before it logged that it is skipped.
+            # The process that logged it can have ended before it logged that it is skipped.
             if _was_handled(opened, failed):
                 raise DivergedError(
                     f"{failed}; a former process has handled it: serve the log with the version "

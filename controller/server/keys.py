@@ -1,7 +1,7 @@
 """The controller's directories, its key pair and the list of allowed keys.
 
 The directories have to belong to the controller's user and to be no links: with write permission
-for one of them the log, the keys or a socket can be replaced. The directory itself may be reached
+for one of them the log, the keys or a socket can be replaced. The directory itself can be reached
 through links, because its operator named it. The list of keys is replaced as a whole, so a reader
 sees either the old or the new one.
 """

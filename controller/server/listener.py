@@ -44,7 +44,7 @@ FRAMES_PER_ITERATION: Final = 512
 """Bound on the frames read from one socket per iteration of the main loop; bounds its latency."""
 
 BYTES_PER_ITERATION: Final = 64 << 20
-"""Bound on their bytes; the last frame may exceed it. Images are copied more than once."""
+"""Bound on their bytes; the last frame can exceed it. Images are copied more than once."""
 
 BACKLOG: Final = 32
 """Connections that the system queues for `accept` are accepted also when new ones are refused."""

@@ -23,7 +23,7 @@ from loradock.messages.requests import Generate, LoadAdapter, PrivateRequest
 PRELOADS_MAX: Final = 10_000
 
 _TIMEOUT_MS: Final = 3_600_000
-"""The longest timeout of a request: an engine may load its model for many minutes first."""
+"""The longest timeout of a request: an engine can load its model for many minutes first."""
 
 _HALF_NS: Final = _TIMEOUT_MS * 1_000_000 // 2
 
@@ -43,7 +43,7 @@ def preload_requests(
 ) -> list[LoadAdapter]:
     """Return the requests that load them, except those that wait already.
 
-    Their ids are ones that no client uses.
+    No client uses their ids.
     """
     start = secrets.token_hex(6)
     return [
@@ -62,7 +62,7 @@ def waiting_preloads(world: World) -> set[Preload]:
     """Return what the requests of earlier starts wait for.
 
     A server that is started again and again, and ends before its engine is ready, adds none. A
-    request of which half of the time is over may end before the engine comes, so it is not counted.
+    request of which half of the time is over can end before the engine comes, so it is not counted.
     """
     latest_ns = world.time_ns + _HALF_NS
     adapters = [

@@ -32,7 +32,7 @@ QUIET_SLICE_NS: Final = 2_000_000
 """Bound on the time for queries per iteration while no other request arrives."""
 
 BUSY_SLICE_NS: Final = 150_000
-"""The same while others arrive; the last query of either may exceed it."""
+"""The same while others arrive; the last query of either can exceed it."""
 
 PAUSE_FACTOR: Final = 40
 """A pause is this many times as long as the slice before it."""
@@ -174,7 +174,7 @@ class QueryQueue(Generic[QueryT]):
 
 
 class QueryBudget:
-    """The end of the current slice, and when the next one may begin."""
+    """The end of the current slice, and when the next one can begin."""
 
     def __init__(self) -> None:
         self._busy_until = 0
@@ -187,7 +187,7 @@ class QueryBudget:
         self._busy_until = now_ns + BUSY_NS
 
     def wait_ns(self, now_ns: int) -> int:
-        """Return how long queries have to wait for the next slice, 0 if it may begin."""
+        """Return how long queries have to wait for the next slice, 0 if it can begin."""
         return max(0, self._next_ns - now_ns)
 
     def begin(self, now_ns: int) -> bool:

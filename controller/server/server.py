@@ -68,7 +68,7 @@ PAUSE_NS_MIN: Final = 2_000_000_000
 """Iterations follow each other more closely, unless the process does not run or is very busy."""
 
 STEP_BOUND_S: Final = 60.0
-"""The bound of an iteration that is reported to the supervisor; a sync may take many seconds."""
+"""The bound of an iteration that is reported to the supervisor; a sync can take many seconds."""
 
 REPLY_INTERVAL: Final = 32
 """Inputs of a group after which replies are sent: clients work while the others are answered."""
@@ -425,10 +425,10 @@ class Server:
                 self._pending.append(received)
 
     def _request_resends(self) -> None:
-        """Have the engine send output again to clients that may lack some."""
+        """Have the engine send output again to clients that can lack some."""
         now = time.monotonic_ns()
         if self._controller.world.engine is None:
-            # The core refused the engine's inventory; a later one may be consistent.
+            # The core refused the engine's inventory; a later one can be consistent.
             self._link.synchronise_later(now)
             return
         for request_id in self._sessions.take_resends():

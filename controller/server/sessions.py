@@ -258,7 +258,7 @@ class ClientSessions:
         self.answer(output)
 
     def record_resend(self, request_id: RequestId) -> None:
-        """Record a request whose client may lack output: it is repeated after inference started."""
+        """Record a request whose client can lack output: it is repeated after inference started."""
         world = self._controller.world
         waiting = world.pending_requests.get(request_id)
         if request_id in world.answers or (waiting is not None and waiting.op):
@@ -343,7 +343,7 @@ def _without_payload(
 def _unscoped(reply: requests.Reply, own_id: RequestId) -> requests.Reply:
     """Return a reply with the ids that the client chose."""
     if type(reply) is requests.CancelDone:
-        # An operator may name anything as the target, also what no client chose.
+        # An operator can name anything as the target, also what no client chose.
         target = unscoped(reply.target) or reply.target
         return requests.CancelDone(own_id, target, reply.found)
     return replace(reply, request_id=own_id)

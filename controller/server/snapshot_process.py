@@ -167,7 +167,7 @@ class SnapshotProcess:
 
 
 def log_bytes(directory: Path, storage: Storage = DISK) -> int:
-    """Return the size of a log's segments; retention may remove some meanwhile."""
+    """Return the size of a log's segments; retention can remove some meanwhile."""
     size_bytes = 0
     for path in segment_paths(directory, storage):
         with contextlib.suppress(FileNotFoundError):

@@ -103,7 +103,7 @@ class EngineSupervision:
         lost = EngineLost(self._link.engine_id, reason)
         log.warning("engine lost", engine=lost.engine_id, reason=reason)
         self._link.detach(now, ended=ended)
-        # Now, not once this is logged: an ended process stays ready, and the log may stay full.
+        # Now, not once this is logged: an ended process stays ready, and the log can stay full.
         self._stop_watching()
         return lost
 

@@ -59,10 +59,10 @@ _FILES_NS: Final = 1_000_000_000
 """Interval at which the local sockets' files are looked for."""
 
 UNREAD_BYTES_PER_CLIENT_MAX: Final = 32 << 20
-"""Bound on one client's long replies; only a single reply may be longer."""
+"""Bound on one client's long replies; only a single reply can be longer."""
 
 UNREAD_BYTES_MAX: Final = 512 << 20
-"""Bound on the long replies of all clients; beyond it each client may have one."""
+"""Bound on the long replies of all clients; beyond it each client can have one."""
 
 _FORGOTTEN_PER_REPLY: Final = 2
 """The clients whose read replies are forgotten with each reply: more than one reply adds."""
@@ -183,7 +183,7 @@ class Transport:
             with contextlib.suppress(OSError):
                 self._run.mkdir(mode=0o700)
         except OSError:
-            # Nothing is known: the listing needs a descriptor, and none may be left.
+            # Nothing is known: the listing needs a descriptor, and none can be left.
             return
         # Those that the guard hides are found under another name.
         found.update([name.removesuffix(HIDDEN) for name in found])
@@ -379,7 +379,7 @@ class UnreadReplies:
         return len(self._sent)
 
     def allows(self, client: bytes, size_bytes: int) -> bool:
-        """Return whether a reply of this size may be sent to a client now."""
+        """Return whether a reply of this size can be sent to a client now."""
         self._forget_read(client)
         unread = self._bytes.get(client, 0)
         if unread and self.size_bytes + size_bytes > UNREAD_BYTES_MAX:
