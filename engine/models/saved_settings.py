@@ -8,7 +8,6 @@ its weights are never read.
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -31,6 +30,7 @@ from loradock.engine.models.library.names import (
     FineGrainedFP8Config,
     NameAbsent,
     TorchAoConfig,
+    is_kernels_available,
 )
 from loradock.engine.parallel import ParallelGroup
 from loradock.messages.engine_options import QUANTIZATIONS, UNQUANTIZED
@@ -320,7 +320,7 @@ def loading_options(name: str, model_config: Any, device: torch.device) -> dict[
     """
     saved = getattr(model_config, "quantization_config", None) or {}
     method = saved.get("quant_method") if isinstance(saved, dict) else saved.quant_method
-    if _FP8 in (name, method) and device.type == "cuda" and find_spec("kernels") is None:
+    if _FP8 in (name, method) and device.type == "cuda" and not is_kernels_available():
         raise ModelRefused(
             "the model is quantised to fp8, whose products on CUDA are in the package kernels, and "
             "it is not installed; install kernels, or serve the model without fp8"

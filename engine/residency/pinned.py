@@ -83,7 +83,7 @@ class _Registered:
         try:
             self._memory = mmap.mmap(-1, size_bytes)
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-            _check(torch.cuda.cudart().cudaHostRegister(self._address, size_bytes, 0))  # type: ignore[attr-defined]
+            _check(torch.cuda.cudart().cudaHostRegister(self._address, size_bytes, 0))  # type: ignore[no-untyped-call]
         except (OSError, RuntimeError) as error:
             raise HostOutOfMemory(
                 f"{size_bytes} bytes of page-locked host memory can't be allocated "
@@ -105,4 +105,4 @@ def _check(code: Any) -> None:
 
 
 def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -156,7 +156,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp8_without_its_kernels_is_refused_on_cuda_alone(
     name: str, saved: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved_settings, "find_spec", lambda _: None)
+    monkeypatch.setattr(saved_settings, "is_kernels_available", lambda: False)
     config = SimpleNamespace(quantization_config=saved)
     with pytest.raises(ModelRefused, match="install kernels"):
         loading_options(name, config, torch.device("cuda"))

@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
-from transformers.utils import logging
+from transformers.utils import is_kernels_available, logging
 
 if TYPE_CHECKING:
     from transformers import (
@@ -114,6 +114,7 @@ __all__ = [
     "disable_progress_bar",
     "dot_natural_key",
     "get_model_conversion_mapping",
+    "is_kernels_available",
     "processor_class_from_name",
     "rename_source_key",
     "set_tqdm_hook",
