@@ -1,5 +1,6 @@
 """The ASGI application: all endpoints with their access, and the framework's errors as ours."""
 
+import asyncio
 import os
 from collections.abc import Mapping
 
@@ -51,7 +52,7 @@ def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -
         return Response(document, media_type="application/json")
 
     access = AccessCheck(keys, config.client_header, updating=updating)
-    limits = BodyLimits(config.body_bytes_max, float(config.receive_timeout_s))
+    limits = BodyLimits(config.body_bytes_max, float(config.receive_timeout_s), asyncio.Lock())
     apps = [(one, EndpointApp(one, limits, access, gateway.spans)) for one in table]
     routes = [Route(one.path, app, methods=[one.method]) for one, app in apps]
     app = Starlette(

@@ -1,11 +1,13 @@
 """Clients that would stop the gateway for others: what each makes it do is counted, not timed."""
 
+import asyncio
 import base64
 import json
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +124,7 @@ def test_a_text_is_read_until_it_exceeds_the_context(served: Served, work: Work,
     [
         {"prompt": ["x" * 3000] * 1025, "n": 2, "echo": True, "logprobs": 1},
         {"prompt": ["x"] * 2049, "add_special_tokens": False},
-        {"prompt": [[]] * 200_000, "echo": True},
+        {"prompt": [[]] * 100_000, "echo": True},
         {"prompt": [LONG[:-1]] * 5, "return_token_ids": True},
         {"prompt": ["x", LONG + "x"], "truncate_prompt_tokens": 1},
     ],
@@ -156,6 +158,57 @@ def test_a_body_of_many_values_is_not_decoded(
         assert response.status_code == 413
         assert "at most" in response.json()["error"]["message"]
     assert decoded == []
+
+
+class AnyClient:
+    """Lets every request pass."""
+
+    def refusal(self, _endpoint: Any, _scope: Any) -> None:
+        return None
+
+    def client_of(self, _scope: Any) -> str:
+        return ""
+
+
+def test_other_tasks_run_between_long_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them have arrived at once, and each would stop the loop for a time."""
+    turns, decoded_at = [0], []
+    monkeypatch.setattr(endpoint, "decode", lambda *_: decoded_at.append(turns[0]))
+    body = b'{"user": "' + b"x" * (1 << 20) + b'"}'
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+
+    async def answer(body: Any) -> str:
+        return str(body)
+
+    async def serve_one(app: Any) -> None:
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(_: Any) -> None:
+            pass
+
+        await app(scope, receive, send)
+
+    async def main() -> None:
+        async def other_task() -> None:
+            while True:
+                turns[0] += 1
+                await asyncio.sleep(0)
+
+        limits = endpoint.BodyLimits(8 << 20, 60.0, asyncio.Lock())
+        served = endpoint.Endpoint(
+            method="POST", path="/", handler=answer, summary="", body=dict[str, Any]
+        )
+        app = endpoint.EndpointApp(served, limits, AnyClient(), None)
+        other = asyncio.create_task(other_task())
+        await asyncio.gather(*(serve_one(app) for _ in range(16)))
+        other.cancel()
+
+    asyncio.run(main())
+    assert len(decoded_at) == 16
+    assert all(earlier < later for earlier, later in pairwise(decoded_at))
 
 
 @pytest.mark.parametrize(

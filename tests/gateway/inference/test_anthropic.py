@@ -1,21 +1,17 @@
 """Chats in Anthropic's protocol: what templates read of a request, answers, events and errors."""
 
-import base64
-import json
 from typing import Any
 
 import pytest
 
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from loradock.messages.prompts import MultimodalPrompt
+from tests.support.gateway.chat_protocols import SCHEMA, message_of, named_events
 from tests.support.gateway.outputs import (
     generate,
-    only_generation,
     prompt,
     refuse,
     sampling,
-    structure,
 )
 from tests.support.gateway.served import Served
 
@@ -26,44 +22,11 @@ BODY: dict[str, Any] = {
     "max_tokens": 50,
     "messages": [{"role": "user", "content": "hi"}],
 }
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"name": "weather", "description": "now", "input_schema": SCHEMA}]
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
 def events(served: Served, **fields: Any) -> Any:
-    """Return the events of a stream, each after its name."""
-    with served.http.stream("POST", PATH, json={**BODY, **fields, "stream": True}) as response:
-        text = "".join(response.iter_text())
-    found = []
-    for event in text.split("\n\n")[:-1]:
-        name, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def whole_of(stream: Any) -> Any:
-    """Return the message that a client accumulates from events."""
-    message = stream[0]["message"]
-    inputs: dict[int, str] = {}
-    for event in stream[1:]:
-        match event["type"]:
-            case "content_block_start":
-                assert event["index"] == len(message["content"])
-                message["content"].append(event["content_block"])
-            case "content_block_delta" if event["delta"]["type"] == "text_delta":
-                message["content"][event["index"]]["text"] += event["delta"]["text"]
-            case "content_block_delta":
-                index = event["index"]
-                inputs[index] = inputs.get(index, "") + event["delta"]["partial_json"]
-            case "content_block_stop" if event["index"] in inputs:
-                index = event["index"]
-                message["content"][index]["input"] = json.loads(inputs[index])
-            case "message_delta":
-                message |= event["delta"]
-                message["usage"] = event["usage"]
-    return message
+    return named_events(served, PATH, {**BODY, **fields})
 
 
 def whole(served: Served, **fields: Any) -> Any:
@@ -71,54 +34,17 @@ def whole(served: Served, **fields: Any) -> Any:
 
 
 def streamed(served: Served, **fields: Any) -> Any:
-    return whole_of(events(served, **fields))
+    return message_of(events(served, **fields))
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
 def test_a_message(hermes: Served, read: Any) -> None:
     generate(hermes, "Hello.")
-    message = read(hermes, system="Be kind.", temperature=0.5, top_k=3, top_p=0.5)
-    assert message["content"] == [{"type": "text", "text": "Hello."}]
+    message = read(hermes, top_k=3, top_p=0.5)
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "upper")
     assert message["id"].startswith("msg_")
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
-    assert (message["usage"]["input_tokens"], message["usage"]["output_tokens"]) == (4, 2)
-    assert prompt(hermes) == "<system>Be kind.<user>hi<assistant>"
-    of = sampling(hermes)
-    assert (of.max_tokens, of.temperature, of.top_k, of.top_p) == (50, 0.5, 3, 0.5)
-
-
-@pytest.mark.parametrize("read", [whole, streamed])
-def test_the_model_may_use_tools(hermes: Served, read: Any) -> None:
-    generate(hermes, f"I look.\n{CALL}\n{CALL}")
-    message = read(hermes, tools=TOOLS)
-    text, first, second = message["content"]
-    assert text == {"type": "text", "text": "I look."}
-    assert first.pop("id") != second.pop("id")
-    assert first == second == {"type": "tool_use", "name": "weather", "input": {"city": "Paris"}}
-    assert message["stop_reason"] == "tool_use"
-
-
-@pytest.mark.parametrize("read", [whole, streamed])
-@pytest.mark.parametrize(
-    ("choice", "output"),
-    [
-        ({"type": "any"}, '[{"name": "weather", "parameters": {"city": "Rome"}}]'),
-        ({"type": "tool", "name": "weather"}, '{"city": "Rome"}'),
-    ],
-)
-def test_a_use_can_be_forced(hermes: Served, read: Any, choice: Any, output: Any) -> None:
-    generate(hermes, output)
-    choice = {**choice, "disable_parallel_tool_use": True}
-    [use] = read(hermes, tools=TOOLS, tool_choice=choice)["content"]
-    assert (use["name"], use["input"]) == ("weather", {"city": "Rome"})
-    assert sampling(hermes).structure is not None
-
-
-def test_no_tool_is_used_if_none_may_be(hermes: Served) -> None:
-    generate(hermes, CALL)
-    [block] = whole(hermes, tools=TOOLS, tool_choice={"type": "none"})["content"]
-    assert block == {"type": "text", "text": CALL}
+    assert (sampling(hermes).top_k, sampling(hermes).top_p) == (3, 0.5)
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
@@ -166,23 +92,6 @@ def test_a_last_message_of_the_assistant_is_continued(hermes: Served) -> None:
     messages = [*BODY["messages"], {"role": "assistant", "content": "Well,"}]
     whole(hermes, messages=messages)
     assert prompt(hermes) == "<user>hi<assistant>Well,"
-
-
-def test_images_have_their_place(served: Served) -> None:
-    data = base64.b64encode(b"png bytes").decode()
-    source = {"type": "base64", "media_type": "image/png", "data": data}
-    content = [{"type": "text", "text": "see "}, {"type": "image", "source": source}]
-    served.post(PATH, {**BODY, "messages": [{"role": "user", "content": content}]})
-    assert only_generation(served).prompt == MultimodalPrompt(
-        "<user>see <image><assistant>", (b"png bytes",)
-    )
-
-
-def test_an_answer_can_have_a_structure(hermes: Served) -> None:
-    form = {"type": "json_schema", "schema": SCHEMA}
-    generate(hermes, "{}")
-    whole(hermes, output_config={"format": form})
-    assert json.loads(structure(hermes).text) == SCHEMA
 
 
 def test_tokens_are_counted(hermes: Served) -> None:

@@ -59,16 +59,6 @@ def test_the_template_reads_the_request(served: Served, more: Any, expected: Any
     assert prompt(served) == expected
 
 
-def test_an_image_has_its_place_in_the_prompt(served: Served) -> None:
-    parts = [
-        {"type": "text", "text": "what is "},
-        {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}},
-    ]
-    served.post(PATH, {"messages": [{"role": "user", "content": parts}]})
-    expected = MultimodalPrompt("<user>what is <image><assistant>", (b"png bytes",))
-    assert only_generation(served).prompt == expected
-
-
 def test_a_stream_begins_with_the_role(served: Served) -> None:
     options = {"include_usage": True}
     body = {"messages": HELLO, "stream": True, "stream_options": options}

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from loradock.messages import requests as rq
-from tests.support.gateway.outputs import generate, prompt, sampling, structure
+from tests.support.gateway.outputs import generate, prompt, structure
 from tests.support.gateway.served import Served, data_of, model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
@@ -46,19 +46,6 @@ def streamed(client: Any, **fields: Any) -> Any:
 
 def calls_of(choice: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
-
-
-@pytest.mark.parametrize("read", [whole, streamed])
-def test_the_model_may_call_tools(hermes: Served, client: Any, read: Any) -> None:
-    generate(hermes, f"I look.\n{CALL}\n{CALL}")
-    choice = read(client, tools=TOOLS)
-    assert choice.message.content == "I look."
-    assert calls_of(choice) == [("weather", '{"city": "Paris"}')] * 2
-    assert choice.finish_reason == "tool_calls"
-    ids = {call.id for call in choice.message.tool_calls}
-    assert len(ids) == 2
-    assert all(name.startswith("call_") for name in ids)
-    assert sampling(hermes).structure is None
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
@@ -116,15 +103,6 @@ def test_some_call_can_be_forced(hermes: Served, client: Any, read: Any) -> None
     # References stay within the schema that they were written in.
     assert schema["$defs"]["0"]["properties"]["city"]["$ref"] == "#/$defs/0/$defs/City"
     assert schema["$defs"]["0"]["$defs"]["City"] == {"enum": ["Paris", "Rome"]}
-
-
-@pytest.mark.parametrize("read", [whole, streamed])
-def test_one_tool_can_be_forced(hermes: Served, client: Any, read: Any) -> None:
-    generate(hermes, '{"city": "Rome"}')
-    choice = read(client, tools=TOOLS, tool_choice=WEATHER)
-    assert calls_of(choice) == [("weather", '{"city": "Rome"}')]
-    assert choice.finish_reason == "tool_calls"
-    assert json.loads(structure(hermes).text) == CITY
 
 
 def test_forced_arguments_are_streamed_as_they_are_generated(hermes: Served) -> None:
