@@ -101,8 +101,7 @@ class PrefillBatch:
             for count, begun in zip(self._counts, self._beginnings, strict=True)
             for tokens in begun.stored
         ]
-        self._done = min([one for one in ends if one > start], default=end)
-        self._done = min(self._done, end)
+        self._done = min([end, *(one for one in ends if one > start)])
         pairs = zip(self._columns, self._beginnings, strict=True)
         self.cache.lengths = [begun.tokens + columns for columns, begun in pairs]
         return self._input_ids[:, start : self._done]

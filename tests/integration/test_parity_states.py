@@ -12,6 +12,7 @@ from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.jobs import InlineJobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.row_cache import RowStates
 from loradock.engine.residency.staging import stage
 from loradock.engine.serving import prefix_states
 from loradock.engine.serving.blocks import BLOCK_TOKENS
@@ -79,6 +80,25 @@ def test_prompts_that_begin_with_stored_states_match_peft(
             reused.append(driver.end(op).prefix_tokens)
     assert reused == [0, 0, 32, 32, 0, 32, 0]
     assert driver.scheduler.kv_use.shares_prefixes
+
+
+@pytest.mark.parametrize("fails", ["copy_states", "restore"])
+def test_prompts_are_computed_whole_if_memory_lacks_for_states(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lack(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(prefix_states, "STORED_TOKENS_MIN", BLOCK_TOKENS)
+    reference = Reference("lfm2", tmp_path)
+    driver = driver_of("lfm2", tmp_path)
+    monkeypatch.setattr(RowStates, fails, lack)
+    row = (reference.names[1], prompt_of(1, 2 * BLOCK_TOKENS + 1))
+    for _ in range(2):
+        op = driver.start(*row, Sampling(max_tokens=4, ignore_eos=True))
+        driver.run()
+        assert driver.output(op)[0] == reference.generate(*row)[1][:4]
+        assert driver.end(op).prefix_tokens == 0
 
 
 @pytest.mark.parametrize("model_type", OWN_ORDERS)
