@@ -60,9 +60,10 @@ function onSnapshot(data) {
   world.adapters = new Map(data.adapters.filter(one => !one.retired).map(one => [one.id, one]));
   world.status = data.status || world.status;
   samples = [];
-  if (log.length && log[log.length - 1].seq > data.seq) { log = []; hasWholeLog = false; foldAgain(); }
-  if (!log.length) readRecent();
+  if (lastSeq() > data.seq || lastSeq() < data.seq - RECENT) { log = []; hasWholeLog = false; foldAgain(); }
+  if (lastSeq() < data.seq) readMissing(Math.max(lastSeq(), data.seq - RECENT));
 }
+function lastSeq() { return log.length ? log[log.length - 1].seq : 0; }
 /* What events do not contain; the size of an evicted adapter is kept. */
 function onAdapter(one) {
   const known = world.adapters.get(one.id);
@@ -99,10 +100,11 @@ function showPast(seq) {
   remember();
   schedule();
 }
-/* The events before those that were received, without a gap between them. */
-function putBefore(found) {
-  const end = found.length ? found[found.length - 1].seq : 0;
-  log = [...found, ...log.filter(entry => entry.seq > end)];
+/* Successive events that were read, in the place of those that are known. */
+function merge(found) {
+  if (!found.length) return;
+  const [first, last] = [found[0].seq, found[found.length - 1].seq];
+  log = [...log.filter(entry => entry.seq < first), ...found, ...log.filter(entry => entry.seq > last)];
   foldAgain();
   setScrub();
   schedule();
@@ -112,11 +114,13 @@ async function historyOf(query) {
   if (!answer.ok) throw new Error(`the log can't be read: status ${answer.status}`);
   return answer.json();
 }
-async function readRecent() {
+/* The events between the last known one and a snapshot: the stream goes on after the snapshot. */
+async function readMissing(since) {
   try {
-    const page = await historyOf(`since=${Math.max(0, world.seq - RECENT)}&limit=${RECENT}`);
-    if (!hasWholeLog) putBefore(page.events);
-  } catch { /* The next connection tries again. */ }
+    merge((await historyOf(`since=${since}&limit=${RECENT}`)).events);
+  } catch {
+    setTimeout(() => readMissing(since), RETRY_MS_MAX);
+  }
 }
 async function readWholeLog() {
   const found = [];
@@ -127,7 +131,7 @@ async function readWholeLog() {
     write($("moment"), `${found.length} events read`);
   }
   hasWholeLog = true;
-  putBefore(found);
+  merge(found);
 }
 /* A fold that begins in the middle would lack the adapters that were loaded before. */
 async function pauseAt(seq = null) {
