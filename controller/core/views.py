@@ -196,10 +196,13 @@ def _inference_by_adapter(world: World, running: Set[OpId]) -> dict[str, Counter
     for request_id, pending in world.pending_requests.items():
         if pending.kind in INFERENCE:
             adapter = world.adapters[pending.adapters[0]] if pending.adapters else None
-            # A suspended request has an operation too, and runs until its turn is over.
-            is_waiting = not pending.op or (adapter is not None and request_id in adapter.waiters)
-            phase: Phase = "waiting" if is_waiting else "queued"
-            phase = "running" if pending.op in running else phase
+            is_suspended = adapter is not None and request_id in adapter.waiters
+            phase: Phase = "queued"
+            if pending.op in running:
+                # Also a suspended request, until its turn is over.
+                phase = "running"
+            elif not pending.op or is_suspended:
+                phase = "waiting"
             found["" if adapter is None else adapter.name][phase] += 1
     return found
 
@@ -235,8 +238,9 @@ def _use_of(world: World, name: str, phases: Counter[Phase]) -> AdapterUse:
 
 
 def _is_ready(world: World, adapter: Adapter) -> bool:
-    """Return whether an adapter's slot is in use: not during a write or a reset, but until its turn
-    is over, which the engine was told of before.
+    """Return whether an adapter serves from its slot.
+
+    It does not during a write or a reset. An ordered preemption waits for the end of the turn.
     """
     command = world.operations[adapter.op].command if adapter.op else None
     return adapter.state == GPU_SLOT and (command is None or isinstance(command, PreemptSlot))

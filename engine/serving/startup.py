@@ -18,7 +18,11 @@ from torch import Tensor
 
 from loradock.engine.config import EngineConfig
 from loradock.engine.errors import MODEL_CODE_ERRORS
-from loradock.engine.kernels.block_attention import BlockAttention
+from loradock.engine.kernels.block_attention import (
+    AttentionOptions,
+    BlockAttention,
+    BlockOperands,
+)
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.observation import error_max, relative_difference
@@ -197,12 +201,30 @@ def choose_attention(
     kernel = punica.attention if config.attention_backend == "auto" else None
     if kernel is not None:
         try:
+            # The tokens of long sequences are divided into parts, by other variants of the kernel.
+            probe_packed(model, mapper.map, _as_longest(kernel, model.max_model_len))
             return kernel, probe_packed(model, mapper.map, kernel)
         except PackedRefused as refusal:
             reason = f"PyTorch's functions attend over blocks, not the kernel: {refusal}"
             _log.warning("attention over blocks has no kernel", reason=str(refusal))
             model.record_refusal(reason)
     return None, probe_packed(model, mapper.map)
+
+
+def _as_longest(kernel: BlockAttention, tokens: int) -> BlockAttention:
+    """Return a kernel that attends as if a sequence had `tokens` tokens."""
+
+    def attend(
+        y: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        blocks: BlockOperands,
+        options: AttentionOptions,
+    ) -> None:
+        kernel(y, query, keys, values, blocks._replace(longest=tokens), options)
+
+    return attend
 
 
 def sequence_blocks_max(model: CausalModel, lookback: int, budget: StepBudget) -> int:

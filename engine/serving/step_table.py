@@ -1,12 +1,14 @@
 """The numbers of each step that the device reads, sent by one copy that the host does not await."""
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from loradock.engine.punica.grouping import DeviceBuffer
+
+_PAD = torch.zeros(1, dtype=torch.int64)
 
 
 class StepTable:
@@ -29,19 +31,29 @@ class StepTable:
         return self._host if self._buffer is None else self._buffer.identity
 
     def send(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parts on the device; each is 1-D int64, or of another dtype of 8 bytes."""
-        flat = [part.view(torch.int64) for part in parts]
-        ends = [*accumulate(map(len, flat), initial=0)]
+        """Return the parts on the device; each is 1-D int64, or of another dtype of 8 bytes.
+
+        Each starts at a multiple of 16 bytes: kernels are compiled for one alignment.
+        """
+        padded = [
+            word for part in parts for word in (part.view(torch.int64), _PAD[: len(part) % 2])
+        ]
+        ends = [*accumulate((padded_words(len(part)) for part in parts), initial=0)]
         if self._buffer is None:
             if ends[-1] > len(self._host):
                 with torch.inference_mode(False):
                     self._host = torch.zeros(2 * ends[-1], dtype=torch.int64)
             sent = host = self._host[: ends[-1]]
-            torch.cat(flat, out=host)
+            torch.cat(padded, out=host)
         else:
-            torch.cat(flat, out=self._buffer.next_host_buffer(ends[-1]))
+            torch.cat(padded, out=self._buffer.next_host_buffer(ends[-1]))
             sent = self._buffer.send(ends[-1])
         return [
-            sent[begin:end].view(part.dtype)
-            for part, (begin, end) in zip(parts, pairwise(ends), strict=True)
+            sent[begin : begin + len(part)].view(part.dtype)
+            for part, begin in zip(parts, ends, strict=False)
         ]
+
+
+def padded_words(words: int) -> int:
+    """Return the words of 8 bytes that a part takes, with its padding to 16 bytes."""
+    return words + words % 2

@@ -175,9 +175,20 @@ def test_a_step_whose_capture_fails_at_start_is_never_captured(punica: PunicaWra
     assert "no graphs today" in reason
 
 
+PROBED_TOKENS_MAX = 32
+"""More than the tokens of any sequence that is run to compare a kernel."""
+
+
 def attend_wrongly(y: Tensor, *operands: Any) -> None:
     attend_reference(y, *operands)
     y.mul_(1.01)
+
+
+def attend_wrongly_in_parts(y: Tensor, *operands: Any) -> None:
+    """Attend as a kernel whose variant for long sequences is wrong."""
+    attend_reference(y, *operands)
+    if operands[3].longest > PROBED_TOKENS_MAX:
+        y.mul_(1.01)
 
 
 def refuse(*_: Any) -> None:
@@ -190,6 +201,7 @@ def refuse(*_: Any) -> None:
         (attend_reference, "auto", True, ""),
         (attend_reference, "torch", False, ""),
         (attend_wrongly, "auto", False, "differs from the model's own"),
+        (attend_wrongly_in_parts, "auto", False, "differs from the model's own"),
         (refuse, "auto", False, "no kernel today"),
     ],
 )
