@@ -260,10 +260,10 @@ class BlockingPort(Port):
         return self._use
 
     def flush(self) -> None:
-        """Send the frames that are due; wait for the first answer of a controller, a few seconds.
+        """Send the frames that are due; before the first answer, wait for it for two seconds.
 
-        It executes nothing of a client that does not know its epoch, and a generation that nothing
-        reads yet would not be sent again.
+        A controller executes nothing of a client that does not know its epoch. Its answer has the
+        epoch, with which a generation that nothing reads yet is sent again.
         """
         self._exchange()
         end = time.monotonic() + _FIRST_ANSWER_S_MAX

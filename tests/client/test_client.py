@@ -219,6 +219,7 @@ def test_another_attempt_is_made_only_on_request(client, controller):
 def test_a_generation_is_cancelled_by_request_or_by_leaving_it(client, controller):
     controller.answers[rq.Generate] = lambda request: None
     with client.generate("p") as generation:
+        assert generation.result is None
         assert generation.cancel()
     assert list(generation) == []
     with client.generate("p") as left:

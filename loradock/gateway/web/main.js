@@ -1,6 +1,6 @@
 /* The stream of events, the past, and what the user does. */
 const RECENT = 2000, RETRY_MS = 500, RETRY_MS_MAX = 5000, DETAILS_MS = 1000;
-let reading = null, shown = null, refreshedAt = 0;
+let reading = null, shown = null, refreshedAt = 0, missingSince = null, isReadingMissing = false;
 
 function headers() {
   const key = $("key").value;
@@ -114,22 +114,38 @@ async function historyOf(query) {
   if (!answer.ok) throw new Error(`the log can't be read: status ${answer.status}`);
   return answer.json();
 }
-/* The events between the last known one and a snapshot: the stream goes on after the snapshot. */
-async function readMissing(since) {
-  try {
-    merge((await historyOf(`since=${since}&limit=${RECENT}`)).events);
-  } catch {
-    setTimeout(() => readMissing(since), RETRY_MS_MAX);
-  }
-}
-async function readWholeLog() {
+async function eventsAfter(since, onPage = () => {}) {
   const found = [];
-  for (let since = 0; since !== null && found.length < PAST_MAX;) {
+  while (since !== null && found.length < PAST_MAX) {
     const page = await historyOf(`since=${since}`);
     found.push(...page.events);
     since = page.next_seq;
-    write($("moment"), `${found.length} events read`);
+    onPage(found.length);
   }
+  return found;
+}
+/* The events between the last known one and a snapshot: the stream goes on after the snapshot.
+   One loop reads all of them, and tries again after a failure. */
+function readMissing(since) {
+  missingSince = Math.min(since, missingSince ?? since);
+  if (!isReadingMissing) fillGaps();
+}
+async function fillGaps() {
+  isReadingMissing = true;
+  while (missingSince !== null) {
+    const since = missingSince;
+    missingSince = null;
+    try {
+      merge(await eventsAfter(since));
+    } catch {
+      missingSince = Math.min(since, missingSince ?? since);
+      await new Promise(resolve => setTimeout(resolve, RETRY_MS_MAX));
+    }
+  }
+  isReadingMissing = false;
+}
+async function readWholeLog() {
+  const found = await eventsAfter(0, count => write($("moment"), `${count} events read`));
   hasWholeLog = true;
   merge(found);
 }
