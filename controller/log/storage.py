@@ -246,6 +246,18 @@ def _process_events(context: "Context") -> None:
 DISK: Final = Storage()
 
 
+def observed(on_read: Callable[[int], None]) -> Storage:
+    """Return the files of the machine; `on_read` is called with the bytes of each read."""
+
+    class Observed(Storage):
+        def read(self, path: Path, offset: int = 0, size_bytes: int = -1) -> bytes:
+            data = super().read(path, offset, size_bytes)
+            on_read(len(data))
+            return data
+
+    return Observed()
+
+
 def replace_file(path: Path, data: bytes, storage: Storage = DISK) -> None:
     """Write a file durably; its name is durable once its directory is synced.
 
