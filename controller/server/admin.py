@@ -51,10 +51,11 @@ log = structlog.get_logger("controller")
 class Admin:
     """The server as its operator sees it: its status, its requests, its settings and its end.
 
-    `is_local`: whether a connection of an engine is of this machine.
+    `is_local`: whether a connection of an engine is of this machine. `loading_text`: how far an
+    engine that is not attached yet has read its model.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - one per collaborator
         self,
         controller: Controller,
         diagnostics: Diagnostics,
@@ -62,12 +63,14 @@ class Admin:
         snapshots: SnapshotProcess,
         health: LogHealth,
         is_local: Callable[[bytes], bool] = lambda _: True,
+        loading_text: Callable[[], str] = str,
     ) -> None:
         self._controller = controller
         self._diagnostics = diagnostics
         self._link = link
         self._snapshots = snapshots
         self._health = health
+        self._loading_text = loading_text
         self._is_local = is_local
         self._stop_at_ns = 0
 
@@ -171,7 +174,9 @@ class Admin:
             return "the server is stopping"
         if self._health.error:
             return "the log can't be written"
-        return "" if self._controller.world.engine else "no engine is attached"
+        if self._controller.world.engine:
+            return ""
+        return ": ".join(filter(None, ("no engine is attached", self._loading_text())))
 
     def settings(self, request_id: RequestId) -> control.SettingsShown:
         """Return the current limits and policy."""

@@ -118,7 +118,13 @@ class Server:
         self._diagnostics = Diagnostics(world)
         self._health = LogHealth(opened.directory, opened.storage)
         self._admin = Admin(
-            controller, self._diagnostics, self._link, self._snapshots, self._health, is_local
+            controller,
+            self._diagnostics,
+            self._link,
+            self._snapshots,
+            self._health,
+            is_local,
+            self._supervision.loading_text,
         )
         self._settings_file = SettingsFile(Path(config.directory), config.limits, config.policy)
         self._outbox = Outbox(transport.reply)

@@ -165,7 +165,7 @@ class Client(Blocking[Methods]):
     client's key pair, `key`, and that of the controller's public key, `server_key`. `timeout_s` is
     the default time limit of a request, `generation_timeout_s` that of inference. Nothing is sent
     before the first call. A controller that does not run yet is waited for; `EngineGone` is raised
-    for a directory that no server has had, and `NotAllowed` if a remote server refuses the keys. A
+    for a directory of other files, and `NotAllowed` if a remote server refuses the keys. A
     call raises `RuntimeError` while another thread is in one, and in a forked process.
     """
 

@@ -204,14 +204,17 @@ def _first_event(monitor: "zmq.Socket[Any]") -> tuple[int, int]:
 def check_place(connection: Connection) -> None:
     """Raise an error for a place where no server can ever answer this client.
 
-    `NotAllowed` for a remote server that refuses the keys, `EngineGone` for a directory that no
-    server has had.
+    `NotAllowed` for a remote server that refuses the keys, `EngineGone` for a directory that
+    contains other files and none of a server. One that does not exist can be a starting server's.
     """
     if connection.keys is not None:
         failure = remote_failure(connection)
         if isinstance(failure, NotAllowed):
             raise failure
-    elif not any((_directory_of(connection) / name).is_dir() for name in ("keys", "run")):
+        return
+    directory = _directory_of(connection)
+    found = {*os.listdir(directory)} if directory.is_dir() else set()
+    if found and not found & {"keys", "run", "log"}:
         raise EngineGone(silence_reason(connection))
 
 
