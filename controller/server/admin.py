@@ -31,6 +31,7 @@ from loradock.controller.core.views import show_adapter, show_status
 from loradock.controller.log.storage import write_file
 from loradock.controller.server.diagnostics import Diagnostics
 from loradock.controller.server.engine_link import EngineLink
+from loradock.controller.server.log_health import LogHealth
 from loradock.controller.server.snapshot_process import SnapshotProcess
 from loradock.messages import VERSION, control, requests
 from loradock.messages.errors import ErrorCode
@@ -59,12 +60,14 @@ class Admin:
         diagnostics: Diagnostics,
         link: EngineLink,
         snapshots: SnapshotProcess,
+        health: LogHealth,
         is_local: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
         self._controller = controller
         self._diagnostics = diagnostics
         self._link = link
         self._snapshots = snapshots
+        self._health = health
         self._is_local = is_local
         self._stop_at_ns = 0
 
@@ -162,6 +165,14 @@ class Admin:
             batching_refusal=engine.batching_refusal,
         )
 
+    def _unready_reason(self) -> str:
+        """Return why new work can't be taken; empty if it can."""
+        if self.is_stopping:
+            return "the server is stopping"
+        if self._health.error:
+            return "the log can't be written"
+        return "" if self._controller.world.engine else "no engine is attached"
+
     def settings(self, request_id: RequestId) -> control.SettingsShown:
         """Return the current limits and policy."""
         limits, policy = limits_to(self._controller.limits), self._controller.policy_name
@@ -195,6 +206,9 @@ class Admin:
             snapshot_seq=stats.snapshot_seq,
             snapshot_age_ms=age_ns // _NS_PER_MS,
             log_bytes=stats.log_bytes,
+            log_error=self._health.error,
+            disk_free_bytes=self._health.disk_free_bytes,
+            unready=self._unready_reason(),
             # Requests that ended or arrived since the heartbeat are known here.
             engine=msgspec.structs.replace(
                 link.statistics, running=status.running, waiting=status.queued

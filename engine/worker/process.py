@@ -175,6 +175,8 @@ def _run(setup: RankSetup, options: EngineProcess) -> int:
         return EXIT_CONFIG if is_final else 1
     if group.is_leader and model.media_tokens and model.no_images_reason:
         _log.warning("the model is served for text alone", reason=model.no_images_reason)
+    if group.is_leader and not setup.config.adapter_roots:
+        _log.warning("no adapter can be loaded: start with --adapter-root DIRECTORY")
     if group.is_leader and model.without_head:
         _log.warning(
             "the model was saved without a classification head; requests have to name adapters "

@@ -152,6 +152,11 @@ class Output:
         if not self.as_json and sys.stderr.isatty():
             self._errors.print(text, style="dim")
 
+    def remark(self, text: str) -> None:
+        """Print what a person should know before the output begins."""
+        if not self.as_json:
+            self._errors.print(safe(text), style="dim", soft_wrap=True)
+
     @contextmanager
     def progress(self, label: str) -> Iterator[None]:
         """Show a label and the elapsed time on a terminal; both are erased afterwards."""
