@@ -30,7 +30,7 @@ The sums of splits are left out: they read little, and only layers that are shar
 them.
 """
 
-VARIANTS_MAX = 26
+VARIANTS_MAX = 29
 """Of each architecture and dtype; each is compiled at start for each layer that it is used in."""
 
 SPILLED_BYTES_MAX = 16 if triton.__version__ >= "3.9" else 0
