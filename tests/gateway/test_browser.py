@@ -233,7 +233,8 @@ PICTURED = [f"tenant-{number:02}" for number in range(12)]
 
 def busy_minutes(controller: StandIn) -> None:
     """Publish four minutes in which twelve adapters shared three slots, up to now."""
-    events, begin_ns = [], time.time_ns() - 240_000_000_000
+    events: list[tuple[int, Any]] = []
+    begin_ns = time.time_ns() - 240_000_000_000
     in_slots: dict[int, str] = {}
     for turn in range(60):
         name, slot, at_ns = PICTURED[(turn * 5) % 12], turn % 3, begin_ns + turn * 4_000_000_000
@@ -303,7 +304,7 @@ def test_pictures_of_five_states(running: Any, tmp_path: Path) -> None:
             keep("empty", gateway.url, "document.getElementById('more').innerText !== ''")
     with StandIn(tmp_path / "busy") as controller:
         busy_minutes(controller)
-        tiers = ("host", 12, 64, 0), ("pinned", 12, 0, 36 << 20), ("device", 3, 3, 9 << 20)
+        tiers: Any = ("host", 12, 64, 0), ("pinned", 12, 0, 36 << 20), ("device", 3, 3, 9 << 20)
         controller.status_changes = {"tiers": tuple(TierView(*one, 1 << 30) for one in tiers)}
         with serve_gateway(controller, allow_runtime_lora_updating=True) as gateway:
             bars = "document.querySelectorAll('#lanes .bar').length > 10"
