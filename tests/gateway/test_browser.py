@@ -228,6 +228,7 @@ def test_the_page_is_accessible_on_a_phone(running: Any, site: Any) -> None:
         assert visited.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+GIB = 1 << 30
 PICTURED = [f"tenant-{number:02}" for number in range(12)]
 
 
@@ -304,8 +305,12 @@ def test_pictures_of_five_states(running: Any, tmp_path: Path) -> None:
             keep("empty", gateway.url, "document.getElementById('more').innerText !== ''")
     with StandIn(tmp_path / "busy") as controller:
         busy_minutes(controller)
-        tiers: Any = ("host", 12, 64, 0), ("pinned", 12, 0, 36 << 20), ("device", 3, 3, 9 << 20)
-        controller.status_changes = {"tiers": tuple(TierView(*one, 1 << 30) for one in tiers)}
+        tiers: Any = (
+            ("host", 12, 64, 0, GIB),
+            ("pinned", 12, 0, 36 << 20, GIB),
+            ("device", 3, 3, 9 << 20, GIB),
+        )
+        controller.status_changes = {"tiers": tuple(TierView(*one) for one in tiers)}
         with serve_gateway(controller, allow_runtime_lora_updating=True) as gateway:
             bars = "document.querySelectorAll('#lanes .bar').length > 10"
             keep("busy", gateway.url, bars)
