@@ -77,7 +77,12 @@ RIGHT_OF: Final[dict[type[Request], Right]] = {
 }
 """The right that each request needs; replacing an adapter's content needs `administrate`."""
 
-_FOR_ALL: Final = (events.ControllerResumed, events.EngineAttached, events.EngineDetached)
+_FOR_ALL: Final = (
+    events.ControllerResumed,
+    events.EngineAttached,
+    events.EngineDetached,
+    events.PolicyFailed,
+)
 """Events that no adapter is the subject of."""
 
 _ABSOLUTE_PATH: Final = re.compile(r"(?<![\w.)~-])/[^\s,;:'\"]+")

@@ -56,7 +56,7 @@ from loradock.messages import records, requests
 from loradock.messages.commands import RequestInventory, ResendTokens, StartInference
 from loradock.messages.control import ChangeSettings
 from loradock.messages.errors import ErrorCode
-from loradock.messages.events import Published
+from loradock.messages.events import PolicyFailed, Published
 from loradock.messages.ids import Seq
 from loradock.messages.records import FORMAT, Header, Input
 from loradock.messages.reports import EngineInventory, LoggedReport, OperationReport
@@ -296,6 +296,8 @@ class Server:
                 self._sessions.answer(action.message)
             elif type(action) is PublishEvent:
                 self._events.add(action.message)
+                if type(event := action.message.event) is PolicyFailed:
+                    log.warning("lru decides", policy=event.policy, reason=event.reason)
             elif type(action) is SendCommand:
                 self._send_command(action)
             elif type(action) is SetTimer:

@@ -272,6 +272,7 @@ EXAMPLES: dict[type, Any] = {
         events.AdapterReleased("tenant-17"),
         events.AdapterFailed("tenant-17", "cpu-cached", ErrorCode.NOT_FINITE, "NaN in q_proj.A"),
         events.OperationOverdue(5, "WriteSlot", "tenant-17"),
+        events.PolicyFailed("least-used", "raised KeyError"),
         events.GenerationFinished("tenant-17", "stop", 5, 64),
         events.PoolingFinished("tenant-17", "embed", "done", 2, 9),
         events.ReportRefused(5, "slot 3 is not being written"),
