@@ -58,8 +58,8 @@ ROOMS: Final = (
         "processes messages controller.core controller.log",
         "msgspec structlog xxhash",
     ),
-    # Simulations of a log's traffic.
-    _package("lab", "messages controller.core controller.log", "msgspec"),
+    # Simulations of a log's traffic, and of workloads.
+    _package("lab", "messages controller.core controller.log", "matplotlib msgspec scipy"),
     _package("client", "processes messages", "msgspec"),
     _package(
         "cli",

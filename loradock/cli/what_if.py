@@ -60,6 +60,18 @@ def _parsed(name: str, value: str) -> Any:
     return factor
 
 
+def what_if_text(changes: "Changes") -> str:
+    """Return the text that `parse_what_if` reads, for changes of limits in bytes and numbers."""
+    names = {option.field: name for name, option in LIMITS.items()}
+    found = [f"policy={changes.policy}"] if changes.policy else []
+    found += [f"{names[field]}={value}" for field, value in changes.limits.items()]
+    if changes.holds is not None:
+        found.append(f"holds={'+'.join(changes.holds) or 'none'}")
+    factors = (("storage", changes.storage), ("arrivals", changes.arrivals))
+    found += [f"{name}={factor:g}" for name, factor in factors if factor != 1]
+    return ",".join(found)
+
+
 def run_what_if(
     output: "Output", log_directory: Path, changes: "Changes", seed: int, drawing: Path | None
 ) -> None:
