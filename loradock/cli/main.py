@@ -41,7 +41,7 @@ COMMANDS: Final = {
         Entry(
             "ready",
             "life",
-            "Wait until the server has an engine and answers; exit with 6 if it does not in time.",
+            "Wait until the server takes new work; exit with 6 and say why if it does not in time.",
         ),
         Entry(
             "status",

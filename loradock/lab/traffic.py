@@ -117,7 +117,7 @@ class _Reader:
         self._starts: list[tuple[str, int]] = []
         self._losses = self._inventories = self._sessions = self._failures = 0
         # Integrals over time of 1, rows, adapters and ranks while any generation runs.
-        self._integrals = (0.0,) * 4
+        self._integrals: tuple[float, ...] = (0.0,) * 4
         self._rates = (1.0, 0.0, 0.0, 0.0)
         self._time_ns = 0
 
