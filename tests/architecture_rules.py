@@ -58,11 +58,13 @@ ROOMS: Final = (
         "processes messages controller.core controller.log",
         "msgspec structlog xxhash",
     ),
+    # Simulations of a log's traffic, and of workloads.
+    _package("lab", "messages controller.core controller.log", "matplotlib msgspec scipy"),
     _package("client", "processes messages", "msgspec"),
     _package(
         "cli",
         "processes messages controller.core controller.log controller.server "
-        "client gateway.options gateway.web",
+        "client gateway.options gateway.web lab",
         "msgspec rich structlog typer",
     ),
     _package(

@@ -41,6 +41,9 @@ from loradock.messages.records import Header, Record
 
 Sink = Callable[[list[Action]], None]
 
+Observe = Callable[[Record, list[Action]], None]
+"""Receives each record that is replayed, with its actions; none if it is skipped."""
+
 _GROUP: Final = 64
 """Records that are decoded before the first of them is handled."""
 
@@ -104,6 +107,7 @@ class _Replayer:
         self.controller: Controller | None = None
         self.compared = 0
         self.divergence: Divergence | None = None
+        self.observe: Observe | None = None
         self.position = LogPosition(1, 0, CHAIN_START)
         self._until = until
         self._sink = sink
@@ -176,6 +180,8 @@ class _Replayer:
                         raise HandlingFailed(seq, record, error) from error
                 if sink is not None:
                     sink(actions)
+                if self.observe is not None:
+                    self.observe(record, actions)
         return True
 
     def result(self, snapshot: Snapshot | None, skipped: tuple[str, ...]) -> ReplayResult:
@@ -225,19 +231,21 @@ def replay(  # noqa: PLR0913 - one parameter per way of replaying
     from_start: bool = False,
     storage: Storage = DISK,
     skips: Collection[Seq] = (),
+    observe: Observe | None = None,
 ) -> ReplayResult:
     """Replay the log in `directory`, up to and including record `until`.
 
     It begins with the newest valid snapshot that contains no later record, or with the log's first
     record if there is none or with `from_start`. `sink` is called with the actions of each record
     that is replayed; `checked` verifies every invariant after it. `skips` are inputs to skip in
-    addition to those that the log skips.
+    addition to those that the log skips. `observe` is called with each record and its actions.
 
     Raises `LogError` for a log that can't be read or of which records are missing, `HandlingFailed`
     if the handling of a record fails, and `LimitsError` for limits of other rules.
     """
     replayer, restored = _Replayer(until, sink, checked), Restored(None, None, ())
-    with _without_garbage_collection():
+    replayer.observe = observe
+    with without_garbage_collection():
         if not from_start:
             restored = restore_newest(directory, until, checked=checked, storage=storage)
         if restored.snapshot is None:
@@ -261,7 +269,7 @@ def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResu
     """
     replayer = _Replayer(None, None, checked=False)
     replayer.skips = skipped_inputs(directory, storage)
-    with _without_garbage_collection():
+    with without_garbage_collection():
         _replay_segments(replayer, walk_from_start(directory, storage), None)
     return replayer.result(None, ())
 
@@ -275,7 +283,7 @@ def replay_with_policy(
     """
     replayer = _Replayer(until, None, checked)
     replayer.policy, replayer.skips = policy, skipped_inputs(directory)
-    with _without_garbage_collection():
+    with without_garbage_collection():
         _replay_segments(replayer, walk_from_start(directory, DISK), RULES_READ)
     return replayer.result(None, ())
 
@@ -308,8 +316,8 @@ def _foreign_rules(segment: Segment, header: Header) -> LogForeign:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Suspend it: a replay makes many objects that stay, and each collection would visit them."""
+def without_garbage_collection() -> Iterator[None]:
+    """Suspend garbage collection: a replay makes objects that stay, and each would visit them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -58,6 +58,20 @@ class ReplayOptions(Struct, frozen=True, kw_only=True):
         ),
     ] = ""
 
+    what_if: Annotated[
+        str,
+        option(
+            "Show what other settings would have done to the logged requests, next to what was: "
+            "policy=NAME (also belady, which knows the future), slots=8 and other limits, "
+            "holds=NAME+NAME or none, prefetch=none, storage=2 (files are read twice as fast), "
+            "arrivals=1.5 (requests arrive 1.5 times as fast), separated by commas.",
+            metavar="CHANGES",
+        ),
+    ] = ""
+    seed: Annotated[
+        int, option("Seed of the durations that --what-if draws.", ge=0, metavar="NUMBER")
+    ] = 0
+
     def replay(self, log_directory: Path) -> "ReplayResult":
         """Replay a log."""
         from loradock.controller.log.replay import replay, replay_with_policy
@@ -76,10 +90,26 @@ def replay(
         Path | None,
         typer.Argument(help="The controller's directory. Default: --dir."),
     ] = None,
+    drawing: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="HTML file with both runs of --what-if."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the controller's state from the log, compare digests, and show the adapters."""
+    """Rebuild the controller's state from the log, compare digests, and show the adapters.
+
+    With --what-if, show what other settings would have done to the logged requests.
+    """
     output = output_of(ctx, as_json)
+    if options.what_if:
+        from loradock.cli.what_if import parse_what_if, run_what_if
+
+        changes = parse_what_if(options.what_if)
+        with open_log(directory or directory_of(ctx)) as log_directory:
+            run_what_if(output, log_directory, changes, options.seed, drawing)
+        return
     with (
         open_log(directory or directory_of(ctx)) as log_directory,
         output.progress("replaying"),

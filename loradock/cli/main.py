@@ -41,7 +41,7 @@ COMMANDS: Final = {
         Entry(
             "ready",
             "life",
-            "Wait until the server has an engine and answers; exit with 6 if it does not in time.",
+            "Wait until the server takes new work; exit with 6 and say why if it does not in time.",
         ),
         Entry(
             "status",
@@ -154,6 +154,17 @@ COMMANDS: Final = {
             "timeline",
             "Draw the adapters of a log over time: a lane per slot, loads, evictions and failures.",
         ),
+        Entry(
+            "advise",
+            "lab",
+            "Show which changes of the settings would have gained most for the logged requests.",
+        ),
+        Entry(
+            "lab",
+            "lab",
+            "Compare eviction policies on generated workloads and public traces, with an offline "
+            "bound.",
+        ),
     ),
 }
 """The panels of the overview, with the commands of each: their modules and summaries."""
@@ -193,6 +204,8 @@ def load(module: str) -> typer.Typer:  # noqa: C901, PLR0912 - a case per module
             from loradock.cli.inference import app as found
         case "keys":
             from loradock.cli.keys import app as found
+        case "lab":
+            from loradock.cli.lab import app as found
         case "life":
             from loradock.cli.life import app as found
         case "log_commands":

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loradock.controller.core.rankings import (
+    Accepts,
     Adaptive,
     Cache,
     Fifo,
@@ -178,6 +179,16 @@ def test_an_adapter_that_returns_without_a_use_is_a_stray_of_whom_does_not_have_
     for one in (1, 2, 3):
         ranking.enter(one, 2, 1)
     assert ranking.is_consistent()
+
+
+def test_a_cache_whose_ranking_chooses_nobody_keeps_everybody() -> None:
+    class Never(Ranking):
+        def peek(self, accepts: Accepts) -> int | None:
+            return None
+
+    cache = cache_of(Never, 1)
+    assert run(cache, [(1, 1), (2, 1)]) == [[], []]
+    assert set(cache.ranking) == {1, 2}
 
 
 def test_a_victim_is_found_if_everything_that_the_leader_lacks_is_leased() -> None:

@@ -13,6 +13,7 @@ from loradock.controller.core.controller import Controller
 from loradock.controller.core.counters import Counters
 from loradock.controller.core.indexes import DigestDict
 from loradock.controller.core.limits import Limits
+from loradock.controller.core.rankings import Fifo
 from loradock.controller.core.restore import derive
 from loradock.controller.core.world import Operation, World
 from loradock.messages import commands, requests
@@ -29,6 +30,7 @@ IN_DIGEST = {
     *("answers", "answers_chain", "operations", "pending_requests", "tiers"),
     *("batches", "current_batch"),
     *("totals", "past_counters", "base_counters"),
+    *("rankings", "policy_failure"),
 }
 DERIVED = {
     *("names", "free_slots", "lru_order", "queues", "demoting", "promoting"),
@@ -55,6 +57,8 @@ CHANGES: dict[str, Any] = {
     "operations": {3: Operation(commands.StopGeneration(3, 2), 1, 0)},
     "pending_requests": {"r": 4},
     "batches": {"r": None},
+    "rankings": {"host": Fifo()},
+    "policy_failure": "raised KeyError",
     **dict.fromkeys(("totals", "past_counters", "base_counters"), Counters(hits=1)),
 }
 

@@ -43,18 +43,16 @@ def lease_forgotten() -> Replacement:
 
 @bug
 def hold_ignored() -> Replacement:
-    original = capacity._candidates
+    original = capacity._can_leave
 
-    def candidates(context: Any, *arguments: Any) -> Any:
-        held = [context.world.adapters[a] for a in context.world.held]
-        for adapter in held:
-            adapter.held = False
-        found = list(original(context, *arguments))
-        for adapter in held:
-            adapter.held = True
-        return iter(found)
+    def can_leave(*arguments: Any) -> bool:
+        adapter = arguments[-1]
+        held, adapter.held = adapter.held, False
+        found = original(*arguments)
+        adapter.held = held
+        return found
 
-    return capacity, "_candidates", candidates
+    return capacity, "_can_leave", can_leave
 
 
 @bug

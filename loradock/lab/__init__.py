@@ -1,0 +1,1 @@
+"""What other settings would have done: simulations of a log's traffic."""
