@@ -11,6 +11,9 @@ SOCKET_PATH_BYTES_MAX: Final = 107
 EVENTS_PORT_OFFSET: Final = 1
 ENGINE_PORT_OFFSET: Final = 2
 
+REVOKED_STATUS: Final = 500
+"""The ZAP status of a key that was allowed before; any other refused key has 400."""
+
 _ADDRESS: Final = re.compile(r"tcp://([^:/\s]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})\Z")
 _PORT_MAX: Final = 65_535 - ENGINE_PORT_OFFSET
 

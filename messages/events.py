@@ -126,6 +126,13 @@ class OperationOverdue(Message, frozen=True):
     adapter: str
 
 
+class PolicyFailed(Message, frozen=True):
+    """The eviction policy raised or chose a wrong adapter; `lru` decides until it is changed."""
+
+    policy: str
+    reason: str
+
+
 class GenerationFinished(Message, frozen=True):
     """Result of a generation; `adapter` is empty for the base model."""
 
@@ -198,6 +205,7 @@ Event = (
     | EngineAttached
     | EngineDetached
     | EventWithheld
+    | PolicyFailed
 )
 
 

@@ -416,6 +416,9 @@ class StatusShown(_Reply, frozen=True):
     states: tuple[tuple[AdapterState, int], ...] = ()  # How many records are in each state,
     held: int = 0  # how many are held,
     uses: tuple[AdapterUse, ...] = ()  # and those in a slot or with requests, by name.
+    log_error: str = ""  # Why the log can't be written; empty if it can.
+    disk_free_bytes: Bytes = 0  # Of the file system that has the log.
+    unready: str = ""  # Why the server can't take new work; empty if it can.
 
 
 class EventsFetched(_Reply, frozen=True):

@@ -17,6 +17,7 @@ from loradock.cli.context import Settings
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.eviction import POLICIES
 from loradock.controller.core.limits import RULES, Limits, limits_to
+from loradock.controller.core.rankings import Fifo
 from loradock.controller.log import policies
 from loradock.controller.log.format import LogForeign
 from loradock.controller.log.policies import PolicyUnknownError, check_policy, known_policies
@@ -29,6 +30,7 @@ from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.staging import ModuleShape
 from loradock.messages.records import FORMAT, ControllerStarted, Header, Record
 from loradock.testing import check_eviction_policy
+from tests.support.simulation.deployment import WrongRanking
 from tests.support.simulation.standin_controller import StandIn
 from tests.support.sources import ROOT
 
@@ -67,7 +69,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_log_of_a_plugins_policy_is_replayed_with_it_only(
     plugin: str, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert known_policies() == ["cheapest-first", "least-used", "lru", "none"]
+    assert known_policies() == sorted({*POLICIES, plugin})
     check_policy(plugin)
     header = Header(FORMAT, RULES, plugin, limits_to(Limits()), 0)
     digest = Controller(Limits(), plugin).world.digest()
@@ -78,12 +80,14 @@ def test_a_log_of_a_plugins_policy_is_replayed_with_it_only(
     del POLICIES[plugin]
     monkeypatch.setattr(policies, "entry_points", lambda **only: EntryPoints())
     with pytest.raises(
-        LogForeign, match="'least-used' is not installed; known are cheapest-first, lru, none"
+        LogForeign, match="'least-used' is not installed; known are adaptive, cheapest-first"
     ):
         replay(tmp_path)
 
 
-@pytest.mark.parametrize("value", ["missing_module:f", "json:missing", "json:__name__"])
+@pytest.mark.parametrize(
+    "value", ["missing_module:f", "json:missing", "json:__name__", "json:JSONDecoder"]
+)
 def test_a_plugin_that_can_not_be_used_is_refused(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,12 +123,28 @@ def marking(candidates):
     return victim
 
 
+class Forgetful(Fifo):
+    """A ranking whose snapshots lack a number."""
+
+    NUMBERS = ("stamp", "uses")
+    uses = 0
+
+    def use(self, adapter_id: int, size_bytes: int, cost_ns: int) -> None:
+        self.uses += 1
+
+    def restore(self, state: Any) -> None:
+        super().restore(state)
+        self.uses = 0
+
+
 @pytest.mark.parametrize(
     ("policy", "law"),
     [
         (counting(), "another choice"),
         (marking, "changed"),
         (lambda candidates: object(), "no candidate"),
+        (WrongRanking, "no candidate"),
+        (Forgetful, "its state is not all"),
     ],
 )
 def test_a_policy_that_breaks_a_law_is_found(policy, law: str) -> None:

@@ -14,8 +14,16 @@ from msgspec import Struct
 
 from loradock.controller.core.context import Context
 from loradock.controller.core.indexes import TIERS, TierName
-from loradock.controller.core.world import PREFETCH_PRIORITY, Adapter
-from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState, Seq
+from loradock.controller.core.world import PREFETCH_PRIORITY, STATES_HOLDING, Adapter
+from loradock.messages.ids import (
+    CPU_CACHED,
+    EVICTED,
+    NO_SLOT,
+    PINNED,
+    AdapterId,
+    AdapterState,
+    Seq,
+)
 
 
 class Amount(Struct, frozen=True, gc=False):
@@ -27,13 +35,6 @@ class Amount(Struct, frozen=True, gc=False):
 
 PLACES_PER_ADAPTER: Final[dict[TierName, int]] = {"host": 1, "pinned": 0, "device": 1}
 """Quantities that count against a tier's bound: pinned memory is bounded by bytes alone."""
-
-STATES_HOLDING: Final[dict[TierName, tuple[AdapterState, ...]]] = {
-    "host": (CPU_CACHED, PINNED, GPU_SLOT),
-    "pinned": (PINNED, GPU_SLOT),
-    "device": (GPU_SLOT,),
-}
-"""The states that use a tier, those that are cheapest to return from first."""
 
 
 def needed_bytes(adapter: Adapter, tier: TierName) -> int:
@@ -160,21 +161,84 @@ def find_victim(
     always served. Held adapters, those in motion and those with suspended generations are never
     chosen. For a prefetch, only idle adapters are chosen that are outside the slots and at their
     goal.
+
+    A ranking chooses among idle adapters; whose turn ends is no choice of a policy. A policy that
+    raises or chooses an adapter that it must not is replaced by `lru`.
     """
+    try:
+        return _find_by_policy(context, requester, tier, missing)
+    except PolicyFailure as failure:
+        context.replace_policy(str(failure))
+    return _find_by_policy(context, requester, tier, missing)
+
+
+def _find_by_policy(
+    context: Context, requester: Adapter, tier: TierName, missing: Amount
+) -> Adapter | None:
     states, priority = STATES_HOLDING[tier], requester.priority
     kinds: tuple[Callable[[Adapter], bool], ...]
     kinds = (_is_idle, _is_only_leased, partial(_is_newer, context, priority))
     if priority == PREFETCH_PRIORITY:
         states, kinds = states[:-1], (partial(_is_idle_at_goal, context),)
     for accepts in kinds:
-        for group in [(state,) for state in states] if context.state_by_state else [states]:
-            candidates = _candidates(context, group, tier, missing, accepts)
-            if accepts is _is_only_leased and context.limits.takes_turns:
-                candidates = iter(sorted(candidates, key=attrgetter("state_since_ns")))
-            victim = context.policy(candidates)
+        can_leave = partial(_can_leave, context, tier, missing, accepts)
+        is_ranked = accepts is kinds[0] and bool(context.world.rankings)
+        by_state = context.is_state_by_state and not is_ranked
+        for group in [(state,) for state in states] if by_state else [states]:
+            choose: Callable[[], Adapter | None]
+            if is_ranked:
+                choose = partial(_choose_by_ranking, context, group, tier, can_leave)
+            else:
+                candidates = _candidates(context, group, can_leave)
+                if accepts is _is_only_leased and context.limits.takes_turns:
+                    candidates = iter(sorted(candidates, key=attrgetter("state_since_ns")))
+                choose = partial(context.current_policy, candidates)
+            victim = _checked_choice(context, choose, group, can_leave)
             if victim is not None:
                 return victim
     return None
+
+
+class PolicyFailure(Exception):  # noqa: N818 - named after the event
+    """A policy raised an exception or chose what it must not."""
+
+
+def _choose_by_ranking(
+    context: Context,
+    states: tuple[AdapterState, ...],
+    tier: TierName,
+    can_leave: Callable[[Adapter], bool],
+) -> Adapter | None:
+    """Return the idle adapter that leaves the tier by its ranking."""
+    adapters = context.world.adapters
+
+    def accepts(adapter_id: AdapterId) -> bool:
+        adapter = adapters[adapter_id]
+        return adapter.state in states and can_leave(adapter)
+
+    chosen = context.world.rankings[tier].choose(accepts)
+    return None if chosen is None else adapters[chosen]
+
+
+def _checked_choice(
+    context: Context,
+    choose: Callable[[], Adapter | None],
+    states: tuple[AdapterState, ...],
+    can_leave: Callable[[Adapter], bool],
+) -> Adapter | None:
+    """Return what a policy chooses; raises `PolicyFailure` if it raises or must not choose it."""
+    try:
+        victim = choose()
+    # Any exception: nothing is known about a policy of another package.
+    except Exception as error:
+        # Without its text, which can differ in a replay.
+        raise PolicyFailure(f"raised {type(error).__name__}") from error
+    if victim is None:
+        return None
+    is_known = type(victim) is Adapter and context.world.adapters.get(victim.id) is victim
+    if not is_known or victim.state not in states or not can_leave(victim):
+        raise PolicyFailure("chose an adapter that it must not evict")
+    return victim
 
 
 def _is_idle(adapter: Adapter) -> bool:
@@ -197,18 +261,24 @@ def _is_newer(context: Context, priority: Seq, adapter: Adapter) -> bool:
 def _candidates(
     context: Context,
     states: tuple[AdapterState, ...],
+    can_leave: Callable[[Adapter], bool],
+) -> Iterator[Adapter]:
+    """Return the adapters of these states that can leave, least recently used first."""
+    world = context.world
+    orders = [map(world.adapters.__getitem__, world.lru_order[state]) for state in states]
+    return filter(can_leave, heapq.merge(*orders, key=attrgetter("lru_stamp")))
+
+
+def _can_leave(
+    context: Context,
     tier: TierName,
     missing: Amount,
     accepts: Callable[[Adapter], bool],
-) -> Iterator[Adapter]:
-    """Yield the adapters of these states that can leave the tier, least recently used first."""
-    world = context.world
-    orders = [map(world.adapters.__getitem__, world.lru_order[state]) for state in states]
-    for adapter in heapq.merge(*orders, key=attrgetter("lru_stamp")):
-        if adapter.held or adapter.op or adapter.backing_off or adapter.id in world.demoting:
-            continue
-        if accepts(adapter) and _frees_some(adapter, tier, missing):
-            yield adapter
+    adapter: Adapter,
+) -> bool:
+    if adapter.held or adapter.op or adapter.backing_off or adapter.id in context.world.demoting:
+        return False
+    return accepts(adapter) and _frees_some(adapter, tier, missing)
 
 
 def _frees_some(adapter: Adapter, tier: TierName, missing: Amount) -> bool:

@@ -3,13 +3,14 @@
 State, goal, answers and operations are changed by these methods only.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from loradock.controller.core.actions import Action, PublishEvent, SendReply
 from loradock.controller.core.answers import Answer
 from loradock.controller.core.counters import COUNTS_OF_TRANSITION, DURATION_OF, TIME_IN
-from loradock.controller.core.eviction import Policy
+from loradock.controller.core.eviction import Policy, choose_lru, is_state_by_state
 from loradock.controller.core.limits import RULES, Limits
 from loradock.controller.core.world import Adapter, PendingRequest, World
 from loradock.controller.states.machine import next_state
@@ -58,7 +59,7 @@ class Checked(NamedTuple):
 class Context:
     """The world, its limits, policy and rules, and the actions collected for the current input.
 
-    `state_by_state`: see `eviction.is_state_by_state`. `dirty_adapters` are those whose state, goal
+    `dirty_adapters` are those whose state, goal
     or requests changed, and `ready` are new requests whose adapters can be in their slots. Both are
     reconciled when the input is handled completely, so that no decision sees a part of it. `body`
     is the hash of the current request's body.
@@ -69,7 +70,7 @@ class Context:
     policy: Policy
     actions: list[Action]
     rules: int = RULES
-    state_by_state: bool = False
+    policy_name: str = "lru"
     dirty_adapters: dict[AdapterId, None] = field(default_factory=dict)
     ready: list[tuple[RequestId, PendingRequest]] = field(default_factory=list)
     body: int = 0
@@ -77,6 +78,17 @@ class Context:
     checked: Checked | None = None
     # The adapter that was the last to free room in this input; 0 for none.
     departed: AdapterId = 0
+
+    @property
+    def current_policy(self) -> Policy:
+        """The policy, or `lru` if it has failed."""
+        return choose_lru if self.world.policy_failure else self.policy
+
+    @property
+    def is_state_by_state(self) -> bool:
+        """See `eviction.is_state_by_state`."""
+        failed = self.world.policy_failure
+        return is_state_by_state("lru" if failed else self.policy_name, self.rules)
 
     def answer(self, reply: requests.Reply) -> None:
         """Send a request's final answer, and store it for repetitions of the request."""
@@ -129,11 +141,13 @@ class Context:
         if adapter.state in lru_order:
             lru_order[adapter.state].remove(adapter.lru_stamp)
         self._count_transition(adapter, target)
-        adapter.state = target
+        before, adapter.state = adapter.state, target
         if target in lru_order:
             if self.rules == 2 or not adapter.lru_stamp:
                 self._stamp(adapter)
             lru_order[target].add(adapter.lru_stamp, adapter.id)
+        if self.world.rankings:
+            self._tell_rankings(self.world.rank, adapter, before)
         if adapter.prefetched:
             # Wherever its prefetch ends, it stays.
             self.keep(adapter, target)
@@ -217,6 +231,23 @@ class Context:
             order.add(adapter.lru_stamp, adapter.id)
         elif self.rules > 2:
             self._stamp(adapter)
+
+    def rank_use(self, adapter: Adapter) -> None:
+        """Record a request for an adapter in the rankings."""
+        self._tell_rankings(self.world.rank_use, adapter)
+
+    def _tell_rankings(self, record: Callable[..., None], *facts: Any) -> None:
+        try:
+            record(*facts)
+        # Any exception: nothing is known about a policy of another package.
+        except Exception as error:
+            self.replace_policy(f"raised {type(error).__name__}")
+
+    def replace_policy(self, reason: str) -> None:
+        """Let `lru` decide from now on, because the policy is wrong; publish it."""
+        self.world.rank_by(None)
+        self.world.policy_failure = reason
+        self.publish(events.PolicyFailed(self.policy_name, reason))
 
     def _stamp(self, adapter: Adapter) -> None:
         world = self.world

@@ -4,15 +4,16 @@ Clients, replays and tests all call this same `handle`, which is the only writer
 uses no socket, file, clock or randomness.
 """
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
 
 from loradock.controller.core import deadlines, engine, reports, requests, waiting
 from loradock.controller.core.actions import Action
 from loradock.controller.core.context import Checked, Context
-from loradock.controller.core.eviction import POLICIES, is_state_by_state
+from loradock.controller.core.eviction import POLICIES, Policy, choose_lru, ranking_of
 from loradock.controller.core.invariants import Excess, check, excess
 from loradock.controller.core.limits import FIXED, RULES, Limits, check_limits, window_bounds
+from loradock.controller.core.rankings import Ranking
 from loradock.controller.core.reconcile import reconcile
 from loradock.controller.core.requests import Pending, Request
 from loradock.controller.core.world import World
@@ -27,11 +28,22 @@ class Controller:
     """A world, and the function that applies inputs to it."""
 
     def __init__(
-        self, limits: Limits, policy: str = "lru", *, rules: int = RULES, checked: bool = False
+        self,
+        limits: Limits,
+        policy: str = "lru",
+        *,
+        rules: int = RULES,
+        checked: bool = False,
+        policies: Mapping[str, Policy | type[Ranking]] = POLICIES,
     ) -> None:
-        """`checked` verifies every invariant after every input; raises `InvariantError`."""
+        """`policy` names one of `policies`.
+
+        `checked` verifies every invariant after every input; raises `InvariantError`.
+        """
         self.world = World(limits)
+        self._policies = policies
         self._configure(check_limits(limits), policy, rules)
+        self.world.rank_by(ranking_of(policies[policy]))
         self._checked = checked
         # What `check` allows after the current input; None if its state is not known before it.
         self._allowed: Excess | None = None
@@ -94,6 +106,8 @@ class Controller:
     def reconfigure(self, limits: Limits, policy: str, rules: int = RULES) -> list[Action]:
         """Continue under other settings; the attached engine counts as lost if they exclude it."""
         excludes = self.change_refusal(check_limits(limits))
+        if policy != self.policy_name:
+            self.world.rank_by(ranking_of(self._policies[policy]))
         self._configure(limits, policy, rules)
         context, self._allowed = self._context, None
         if excludes:
@@ -112,9 +126,10 @@ class Controller:
 
     def _configure(self, limits: Limits, policy: str, rules: int) -> None:
         self.limits, self.policy_name, self.rules = limits, policy, rules
-        by_state = is_state_by_state(policy, rules)
-        chosen = POLICIES[policy]
-        self._context = Context(self.world, limits, chosen, [], rules, state_by_state=by_state)
+        chosen = self._policies[policy]
+        # Whose turn ends is no choice of a ranking.
+        function = choose_lru if ranking_of(chosen) else cast("Policy", chosen)
+        self._context = Context(self.world, limits, function, [], rules, policy)
 
     @property
     def settings(self) -> tuple[Limits, str, int]:

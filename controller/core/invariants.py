@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 from loradock.controller.core.counters import Counters
 from loradock.controller.core.indexes import TIERS, TierName
 from loradock.controller.core.limits import Limits, window_bounds
-from loradock.controller.core.world import NO_PRIORITY, RESIDENT, Adapter, World
+from loradock.controller.core.world import NO_PRIORITY, RESIDENT, STATES_HOLDING, Adapter, World
 from loradock.controller.states.table import RESIDENCY_LEVEL
 from loradock.messages import commands
 from loradock.messages.ids import (
@@ -47,9 +47,9 @@ def check(world: World, limits: Limits, allowed: Excess | None = NO_EXCESS) -> N
     found = excess(world, limits)
     is_allowed = allowed is None or all(map(le, found, allowed))
     _require(is_allowed, f"the tiers exceed their bounds by {found}, before by {allowed}")
-    for check_one in (_check_slots, _check_usage, _check_indexes, _check_exemptions):
+    for check_one in (_check_slots, _check_usage, _check_indexes, _check_rankings):
         check_one(world)
-    for check_one in (_check_operations, _check_suspended, _check_requests):
+    for check_one in (_check_exemptions, _check_operations, _check_suspended, _check_requests):
         check_one(world)
     for check_one in (_check_progress, _check_queues):
         check_one(world)
@@ -181,6 +181,16 @@ def _check_indexes(world: World) -> None:
         _require(is_mutual, f"{adapter} and its successor differ")
         is_known = bool(adapter.successor) == (successor is not None)
         _require(is_known, f"the successor of {adapter} is unknown")
+
+
+def _check_rankings(world: World) -> None:
+    """Each ranking has the adapters of its tier, in the order that its entries state."""
+    for tier, ranking in world.rankings.items():
+        members = {a.id for a in world.adapters.values() if a.state in STATES_HOLDING[tier]}
+        _require(
+            set(ranking) == members, f"the ranking of {tier} is {list(ranking)}, not {members}"
+        )
+        _require(ranking.is_consistent(), f"the order of the ranking of {tier}")
 
 
 def _check_exemptions(world: World) -> None:

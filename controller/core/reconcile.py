@@ -24,6 +24,7 @@ from loradock.controller.core.world import (
     INFERENCE,
     NO_PRIORITY,
     PREFETCH_PRIORITY,
+    STATES_HOLDING,
     Adapter,
     Operation,
     PendingRequest,
@@ -455,7 +456,7 @@ def _refuse_unreachable(context: Context, adapter: Adapter) -> bool:
     if not targets:
         return False
     lowest = min(targets, key=RESIDENCY_LEVEL.__getitem__)
-    for tier, states in capacity.STATES_HOLDING.items():
+    for tier, states in STATES_HOLDING.items():
         shortage = capacity.permanent_shortage(context, adapter, tier) if lowest in states else None
         if shortage is not None:
             abandon_goal(context, adapter, ErrorCode.NO_ROOM, shortage)

@@ -452,6 +452,8 @@ def _touch(context: Context, adapter: Adapter) -> None:
     world = context.world
     adapter.last_used_ns = world.time_ns + world.wall_offset_ns
     context.touch_lru(adapter)
+    if world.rankings:
+        context.rank_use(adapter)
     context.mark_changed(adapter)
 
 

@@ -171,7 +171,7 @@ def show_status(
         epoch=world.epoch,
         seq=world.seq,
         digest=world.digest(),
-        policy=controller.policy_name,
+        policy="lru" if world.policy_failure else controller.policy_name,
         engine_id="" if engine is None else engine.engine_id,
         engine_pid=0 if engine is None else engine.pid,
         model="" if engine is None else engine.model,

@@ -6,6 +6,7 @@ leads to the same digest anywhere. Only `Controller` and the modules that it cal
 
 import heapq
 from collections import OrderedDict
+from operator import attrgetter
 from typing import Final, Literal
 
 import msgspec
@@ -16,6 +17,7 @@ from loradock.controller.core.answers import Answer, AnswerWindows
 from loradock.controller.core.counters import Counters, fast_assignment
 from loradock.controller.core.indexes import TIERS, DigestDict, LruOrder, TierName, TierQueues
 from loradock.controller.core.limits import Limits, window_bounds
+from loradock.controller.core.rankings import Ranking
 from loradock.messages.commands import Operation as OperationCommand
 from loradock.messages.commands import PreemptSlot, StartGeneration, StartPooling
 from loradock.messages.ids import (
@@ -59,6 +61,21 @@ Deadline = tuple[int, DeadlineKind, int | str]
 """Time, kind of the thing that expires, and its key."""
 
 RESIDENT: Final = (CPU_CACHED, PINNED, GPU_SLOT)
+
+STATES_HOLDING: Final[dict[TierName, tuple[AdapterState, ...]]] = {
+    "host": (CPU_CACHED, PINNED, GPU_SLOT),
+    "pinned": (PINNED, GPU_SLOT),
+    "device": (GPU_SLOT,),
+}
+"""The states that use a tier, those that are cheapest to return from first."""
+
+_MOVES_TO: Final[dict[TierName, tuple[tuple[str, str], ...]]] = {
+    "host": (("load_ns", "loads"), ("stage_ns", "stagings"), ("write_ns", "activations")),
+    "pinned": (("stage_ns", "stagings"), ("write_ns", "activations")),
+    "device": (("write_ns", "activations"),),
+}
+"""The counters of the operations that bring an adapter back into a slot from outside a tier."""
+
 NO_PRIORITY: Final = 1 << 62
 """The priority of an adapter that nothing waits for: after every other."""
 
@@ -283,6 +300,10 @@ class World:
         # Batches without a `SetMapping` yet, in order. Adapters are moved for one batch at a time.
         self.batches: OrderedDict[RequestId, None] = OrderedDict()
         self.current_batch: RequestId = ""
+        # Of a policy that remembers; empty for one that does not.
+        self.rankings: dict[TierName, Ranking] = {}
+        # Why `lru` decides in place of the policy, empty if it does not.
+        self.policy_failure = ""
         self._derive(limits)
 
     def _derive(self, limits: Limits) -> None:
@@ -321,6 +342,52 @@ class World:
         if self.engine is not None:
             device.count_max = min(limits.max_loras, self.engine.max_loras)
             device.size_bytes_max = min(limits.device_bytes_max, self.engine.device_bytes_max)
+        self.resize_rankings()
+
+    def rank_by(self, kind: type[Ranking] | None) -> None:
+        """Let a ranking of this kind order each tier from now on; None: no ranking."""
+        self.rankings = {} if kind is None else {tier: kind() for tier in TIERS}
+        self.policy_failure = ""
+        self.resize_rankings()
+        resident = [a for a in self.adapters.values() if a.state in RESIDENT]
+        for adapter in sorted(resident, key=attrgetter("lru_stamp")):
+            self.rank(adapter, UNREGISTERED)
+
+    def rank(self, adapter: Adapter, before: AdapterState) -> None:
+        """Record in the rankings that an adapter has left state `before`."""
+        for tier, ranking in self.rankings.items():
+            states = STATES_HOLDING[tier]
+            if before in states and adapter.state not in states:
+                ranking.leave(adapter.id)
+            elif adapter.state in states and before not in states:
+                ranking.enter(adapter.id, adapter.blob_bytes, self.return_cost_ns(adapter, tier))
+
+    def rank_use(self, adapter: Adapter) -> None:
+        """Record a request for an adapter in the rankings."""
+        for tier, ranking in self.rankings.items():
+            ranking.use(adapter.id, adapter.blob_bytes, self.return_cost_ns(adapter, tier))
+
+    def return_cost_ns(self, adapter: Adapter, tier: TierName) -> int:
+        """Return how long the adapter takes to be in a slot again once it has left a tier.
+
+        That is the mean of its operations, or of all adapters' if it had none.
+        """
+        own, totals, cost_ns = adapter.counters, self.totals, 1
+        for duration, count in _MOVES_TO[tier]:
+            counters = own if getattr(own, count) else totals
+            cost_ns += getattr(counters, duration) // max(1, getattr(counters, count))
+        return cost_ns
+
+    def resize_rankings(self) -> None:
+        """Set the bounds of the rankings to those of their tiers."""
+        host, pinned = self.tiers["host"], self.tiers["pinned"]
+        for name, ranking in self.rankings.items():
+            tier = self.tiers[name]
+            size_bytes_max = tier.size_bytes_max
+            if tier is host:
+                # What is staged is on the host too, and charged there.
+                size_bytes_max += pinned.size_bytes_max
+            ranking.resize(tier.count_max, size_bytes_max)
 
     def current(self, name: str) -> Adapter | None:
         """Return the version that a name stands for now, None for an unknown name."""
@@ -398,18 +465,26 @@ class World:
 
         Its cost depends on what changed and what is in flight, not on the number of adapters.
         """
-        return self._digest([entries.digest() for entries in self._digest_dicts()])
+        return self._digest(
+            [entries.digest() for entries in self._digest_dicts()],
+            [(tier, ranking.digest()) for tier, ranking in self.rankings.items()],
+        )
 
     def digest_from_scratch(self) -> str:
         """Return the same hash without using remembered entry hashes."""
-        return self._digest([entries.digest_from_scratch() for entries in self._digest_dicts()])
+        return self._digest(
+            [entries.digest_from_scratch() for entries in self._digest_dicts()],
+            [(tier, ranking.digest_from_scratch()) for tier, ranking in self.rankings.items()],
+        )
 
     def _digest_dicts(self) -> tuple[DigestDict, ...]:  # type: ignore[type-arg]
         # A world without warnings has the digest that it had before there were any.
         return (self.adapters, self.slots, *([self.warnings] if self.warnings else ()))
 
-    def _digest(self, sums: list[int]) -> str:
+    def _digest(self, sums: list[int], rankings: list[tuple[TierName, object]]) -> str:
         operations = [(op, _logged_operation(one)) for op, one in self.operations.items()]
+        # A world without rankings has the digest that it had before there were any.
+        policy = ((rankings, self.policy_failure),) if rankings or self.policy_failure else ()
         state = (
             [str(value) for value in sums],
             (self.seq, self.time_ns, self.epoch, self.events_seq, self.lru_counter),
@@ -421,5 +496,6 @@ class World:
             [self.queues.by_tier[tier] for tier in TIERS],
             (list(self.batches), self.current_batch),
             (operations, list(self.pending_requests.items())),
+            *policy,
         )
         return xxhash.xxh3_128_hexdigest(_encode(state))

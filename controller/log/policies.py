@@ -1,15 +1,16 @@
 """The eviction policies of this installation: those of the core, and installed plugins.
 
 A plugin is an entry point of the group `loradock.policies`: its name is the policy's, and its value
-is a function with the signature of `Policy` of `controller/core/eviction.py`. A log's header has
-the name, so a replay needs the same plugin.
+is a function with the signature of `Policy` of `controller/core/eviction.py`, or a subclass of
+`Ranking` of `controller/core/rankings.py`. A log's header has the name, so a replay needs the same
+plugin.
 """
 
 # Only installed entry points are loaded.
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from loradock.controller.core.eviction import POLICIES
+from loradock.controller.core.eviction import POLICIES, ranking_of
 
 POLICY_GROUP: Final = "loradock.policies"
 
@@ -32,8 +33,10 @@ def check_policy(name: str) -> None:
         policy: Any = next(iter(found)).load()
     except (ImportError, AttributeError) as error:
         raise PolicyUnknownError(f"policy {name!r} can't be loaded: {error}") from error
-    if not callable(policy):
-        raise PolicyUnknownError(f"policy {name!r} can't be called; it has to be a function")
+    if not callable(policy) or (isinstance(policy, type) and ranking_of(policy) is None):
+        raise PolicyUnknownError(
+            f"policy {name!r} can't be used; it has to be a function or a subclass of Ranking"
+        )
     POLICIES[name] = policy
 
 

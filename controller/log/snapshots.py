@@ -33,6 +33,7 @@ from loradock.controller.core.limits import (
     limits_to,
     rules_read,
 )
+from loradock.controller.core.rankings import RankingState
 from loradock.controller.core.restore import derive
 from loradock.controller.core.world import (
     Adapter,
@@ -126,10 +127,12 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     base_counters: Counters
     answers_chain: bytes
     warnings: dict[AdapterId, Warnings] = {}
+    rankings: dict[TierName, RankingState] = {}
+    policy_failure: str = ""
 
 
-_OTHERS: Final = ("adapters", "slots", "answers", "batches", "warnings")
-"""The fields that are rebuilt: of all but the last the values are stored, or the keys, as lists."""
+_OTHERS: Final = ("adapters", "slots", "answers", "batches", "warnings", "rankings")
+"""The fields that are rebuilt: of the first four the values are stored, or the keys, as lists."""
 
 _SAME: Final = tuple(name for name in WorldState.__struct_fields__ if name not in _OTHERS)
 """The fields that are stored as they are."""
@@ -148,6 +151,7 @@ def encode_world(world: World) -> bytes:
         "answers": list(world.answers.by_id.values()),
         "batches": list(world.batches),
         "warnings": world.warnings,
+        "rankings": {tier: ranking.state() for tier, ranking in world.rankings.items()},
     }
     return _encode_state([values[name] for name in WorldState.__struct_fields__])
 
@@ -166,6 +170,11 @@ def restore_world(world: World, data: bytes) -> None:
     world.answers.restore(state.answers)
     world.batches = OrderedDict.fromkeys(state.batches)
     derive(world)
+    if world.policy_failure:
+        world.rankings = {}
+    world.resize_rankings()
+    for tier, ranking in world.rankings.items():
+        ranking.restore(state.rankings[tier])
 
 
 def snapshot_path(directory: Path, seq: Seq) -> Path:

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from caio.abstract import AbstractOperation
@@ -45,6 +45,14 @@ _REFUSALS: Final = (ImportError, OSError, OverflowError, RuntimeError, SystemErr
 
 class UnreadableError(OSError):
     """The content of a file is lost: the disk can't read it, or it is not a regular file."""
+
+
+class Space(NamedTuple):
+    """The space of a file system that this process can use; writing allocates whole blocks."""
+
+    free_bytes: int
+    block_bytes: int
+    is_read_only: bool = False
 
 
 class Storage:
@@ -91,6 +99,14 @@ class Storage:
     def size_bytes(self, path: Path) -> int:
         """Return the size of a file."""
         return path.stat().st_size
+
+    def space(self, directory: Path) -> Space:
+        """Return the space of the file system that has a directory."""
+        stats = os.statvfs(directory)
+        # Some blocks are reserved for root.
+        blocks = stats.f_bfree if os.geteuid() == 0 else stats.f_bavail
+        is_read_only = bool(stats.f_flag & os.ST_RDONLY)
+        return Space(blocks * stats.f_frsize, stats.f_frsize, is_read_only)
 
     def create(self, path: Path) -> int:
         """Create an empty file, or empty an existing one, and return its descriptor."""
@@ -228,6 +244,18 @@ def _process_events(context: "Context") -> None:
 
 
 DISK: Final = Storage()
+
+
+def observed(on_read: Callable[[int], None]) -> Storage:
+    """Return the files of the machine; `on_read` is called with the bytes of each read."""
+
+    class Observed(Storage):
+        def read(self, path: Path, offset: int = 0, size_bytes: int = -1) -> bytes:
+            data = super().read(path, offset, size_bytes)
+            on_read(len(data))
+            return data
+
+    return Observed()
 
 
 def replace_file(path: Path, data: bytes, storage: Storage = DISK) -> None:

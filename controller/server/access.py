@@ -77,7 +77,12 @@ RIGHT_OF: Final[dict[type[Request], Right]] = {
 }
 """The right that each request needs; replacing an adapter's content needs `administrate`."""
 
-_FOR_ALL: Final = (events.ControllerResumed, events.EngineAttached, events.EngineDetached)
+_FOR_ALL: Final = (
+    events.ControllerResumed,
+    events.EngineAttached,
+    events.EngineDetached,
+    events.PolicyFailed,
+)
 """Events that no adapter is the subject of."""
 
 _ABSOLUTE_PATH: Final = re.compile(r"(?<![\w.)~-])/[^\s,;:'\"]+")
@@ -112,6 +117,8 @@ class Access:
         self._lock = threading.Lock()
         self._users: dict[str, _User] = {}
         self._by_public: dict[str, _User] = {}
+        # Public keys that were allowed since this process began, and are not any more.
+        self._revoked: frozenset[str] = frozenset()
         self.revocations = 0
         self.refresh()
 
@@ -134,9 +141,10 @@ class Access:
                 "the list of keys can't be read: only the own engine is admitted", error=error
             )
             keys = self._own
-        before = self._users
+        before, known = self._users, self._revoked | self._by_public.keys()
         self._users = {key.name: _User(key, _expression(key.adapters)) for key in keys}
         self._by_public = {user.key.public: user for user in self._users.values()}
+        self._revoked = frozenset(known - self._by_public.keys())
         for name, user in before.items():
             if name not in self._users or self._users[name].key != user.key:
                 self.revocations += 1
@@ -158,6 +166,10 @@ class Access:
             # Published events are the same for all subscribers.
             return None
         return user.key.name
+
+    def is_revoked(self, public: str) -> bool:
+        """Return whether a key was allowed since this process began, and is not any more."""
+        return public in self._revoked
 
     def is_engine(self, user: str) -> bool:
         """Return whether the key is still allowed as an engine's."""

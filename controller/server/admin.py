@@ -31,6 +31,7 @@ from loradock.controller.core.views import show_adapter, show_status
 from loradock.controller.log.storage import write_file
 from loradock.controller.server.diagnostics import Diagnostics
 from loradock.controller.server.engine_link import EngineLink
+from loradock.controller.server.log_health import LogHealth
 from loradock.controller.server.snapshot_process import SnapshotProcess
 from loradock.messages import VERSION, control, requests
 from loradock.messages.errors import ErrorCode
@@ -50,21 +51,26 @@ log = structlog.get_logger("controller")
 class Admin:
     """The server as its operator sees it: its status, its requests, its settings and its end.
 
-    `is_local`: whether a connection of an engine is of this machine.
+    `is_local`: whether a connection of an engine is of this machine. `loading_text`: how far an
+    engine that is not attached yet has read its model.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - one per collaborator
         self,
         controller: Controller,
         diagnostics: Diagnostics,
         link: EngineLink,
         snapshots: SnapshotProcess,
+        health: LogHealth,
         is_local: Callable[[bytes], bool] = lambda _: True,
+        loading_text: Callable[[], str] = str,
     ) -> None:
         self._controller = controller
         self._diagnostics = diagnostics
         self._link = link
         self._snapshots = snapshots
+        self._health = health
+        self._loading_text = loading_text
         self._is_local = is_local
         self._stop_at_ns = 0
 
@@ -162,6 +168,16 @@ class Admin:
             batching_refusal=engine.batching_refusal,
         )
 
+    def _unready_reason(self) -> str:
+        """Return why new work can't be taken; empty if it can."""
+        if self.is_stopping:
+            return "the server is stopping"
+        if self._health.error:
+            return "the log can't be written"
+        if self._controller.world.engine:
+            return ""
+        return ": ".join(filter(None, ("no engine is attached", self._loading_text())))
+
     def settings(self, request_id: RequestId) -> control.SettingsShown:
         """Return the current limits and policy."""
         limits, policy = limits_to(self._controller.limits), self._controller.policy_name
@@ -195,6 +211,9 @@ class Admin:
             snapshot_seq=stats.snapshot_seq,
             snapshot_age_ms=age_ns // _NS_PER_MS,
             log_bytes=stats.log_bytes,
+            log_error=self._health.error,
+            disk_free_bytes=self._health.disk_free_bytes,
+            unready=self._unready_reason(),
             # Requests that ended or arrived since the heartbeat are known here.
             engine=msgspec.structs.replace(
                 link.statistics, running=status.running, waiting=status.queued

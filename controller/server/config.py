@@ -30,8 +30,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         str,
         option(
             "Which adapter is evicted when space is needed: lru (the least recently used), "
-            "cheapest-first (the least recently used of those that are cheapest to load again: "
-            "slots last) or none (evict nothing).",
+            "adaptive (as whichever of LRU, SIEVE and GDSF costs least lately), gdsf (fewest uses "
+            "x load time / size), sieve, fifo, cheapest-first (the least recently used of those "
+            "that are cheapest to load again: slots last) or none (evict nothing).",
             metavar="NAME",
             panel="Bounds",
             is_common=True,

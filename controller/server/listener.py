@@ -31,6 +31,7 @@ from loradock.controller.server.connection_guard import SUBSCRIBER_BYTES_MAX
 from loradock.messages.addresses import (
     ENGINE_PORT_OFFSET,
     EVENTS_PORT_OFFSET,
+    REVOKED_STATUS,
     endpoint,
     with_port_offset,
 )
@@ -88,6 +89,7 @@ _ZAP_VERSION: Final = b"1.0"
 _LOCAL_DOMAIN: Final = LOCAL_DOMAIN.encode()
 
 _ZAP_PARTS: Final = 7
+_UNKNOWN_STATUS: Final = 400
 
 _POLL_MS: Final = 100
 
@@ -350,10 +352,11 @@ class Authenticator:
     def _answer(self, message: list[bytes]) -> None:
         peer, empty, *parts = message
         user = self._user_of(parts)
+        status, text = b"200", b""
         if user is None:
             self._log_refusal(parts)
+            status, text = str(self._refusal_status(parts)).encode(), b"not allowed"
         request_id = parts[1] if len(parts) > 1 else b""
-        status, text = (b"400", b"not allowed") if user is None else (b"200", b"")
         reply = [peer, empty, _ZAP_VERSION, request_id, status, text, (user or "").encode(), b""]
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart(reply, zmq.NOBLOCK)
@@ -368,6 +371,12 @@ class Authenticator:
             return None
         public = z85.encode(parts[6]).decode()
         return self._access.user_of(parts[2].decode(errors="replace"), public)
+
+    def _refusal_status(self, parts: list[bytes]) -> int:
+        """Return the status for a connection that is refused; it has proved to have its key."""
+        is_curve = len(parts) == _ZAP_PARTS and parts[5] == b"CURVE"
+        is_revoked = is_curve and self._access.is_revoked(z85.encode(parts[6]).decode())
+        return REVOKED_STATUS if is_revoked else _UNKNOWN_STATUS
 
     def _log_refusal(self, parts: list[bytes]) -> None:
         """Log the first, second, fourth, eighth..., so that a flood does not fill a disk."""

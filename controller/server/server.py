@@ -40,6 +40,7 @@ from loradock.controller.server.inputs import (
     LogicalClock,
     recover,
 )
+from loradock.controller.server.log_health import LogHealth
 from loradock.controller.server.preloads import (
     DefaultAdapters,
     is_preload,
@@ -55,10 +56,10 @@ from loradock.messages import records, requests
 from loradock.messages.commands import RequestInventory, ResendTokens, StartInference
 from loradock.messages.control import ChangeSettings
 from loradock.messages.errors import ErrorCode
-from loradock.messages.events import Published
+from loradock.messages.events import PolicyFailed, Published
 from loradock.messages.ids import Seq
 from loradock.messages.records import FORMAT, Header, Input
-from loradock.messages.reports import EngineInventory, LoggedReport
+from loradock.messages.reports import EngineInventory, LoggedReport, OperationReport
 from loradock.messages.requests import LifecycleRequest
 from loradock.messages.wire import EVENTS
 from loradock.processes.progress import Progress
@@ -115,7 +116,16 @@ class Server:
             self._link, transport.watch, transport.unwatch, is_local, self._supervisor, world
         )
         self._diagnostics = Diagnostics(world)
-        self._admin = Admin(controller, self._diagnostics, self._link, self._snapshots, is_local)
+        self._health = LogHealth(opened.directory, opened.storage)
+        self._admin = Admin(
+            controller,
+            self._diagnostics,
+            self._link,
+            self._snapshots,
+            self._health,
+            is_local,
+            self._supervision.loading_text,
+        )
         self._settings_file = SettingsFile(Path(config.directory), config.limits, config.policy)
         self._outbox = Outbox(transport.reply)
         access = transport.access
@@ -235,10 +245,15 @@ class Server:
     def _log_group(self, group: list[GroupInput]) -> Seq | None:
         """Begin to write a group; returns its first record's number, None if it is refused."""
         try:
-            return self._inputs.log(group, self._clock.now_ns())
+            first_seq = self._inputs.log(group, self._clock.now_ns())
         except LogFull as error:
             self._refuse_group(group, str(error))
             return None
+        if self._health.error:
+            log.info("the log can be written again")
+            self._health.on_written()
+            self._health.measure()
+        return first_seq
 
     def _handle(self, group: list[GroupInput], first_seq: Seq) -> list[list[Action] | None]:
         """Handle a group while the system syncs it; a result is None if its input is skipped."""
@@ -281,6 +296,8 @@ class Server:
                 self._sessions.answer(action.message)
             elif type(action) is PublishEvent:
                 self._events.add(action.message)
+                if type(event := action.message.event) is PolicyFailed:
+                    log.warning("lru decides", policy=event.policy, reason=event.reason)
             elif type(action) is SendCommand:
                 self._send_command(action)
             elif type(action) is SetTimer:
@@ -315,6 +332,7 @@ class Server:
         self._link.tick(now)
         if now - self._beat_ns >= BEAT_INTERVAL_NS:
             self._beat_ns = now
+            self._health.measure()
             if self._config.sync == "interval":
                 self._log.sync()
             self._snapshots.tick(self.snapshot_until)
@@ -413,6 +431,7 @@ class Server:
         if now >= self._log_retry_ns:
             log.error("the log can't be written; serving reads only", error=why)
             self._log_retry_ns = now + LOG_RETRY_NS
+        self._health.on_refused(why, now)
         self._link.forget_unlogged(now)
         for received in group:
             message = received.message
@@ -423,6 +442,12 @@ class Server:
             elif isinstance(message, records.ShellInput):
                 # Clients and the engine repeat their inputs; this one would be lost.
                 self._pending.append(received)
+        if not self._pending:
+            # It is tried again until the log has it: that shows when there is space again.
+            self._pending.append(GroupInput(records.TimerFired()))
+        if self._health.is_lasting(now):
+            ended = {g.message.op for g in group if isinstance(g.message, OperationReport)}
+            self._sessions.refuse_waiting(why, ended)
 
     def _request_resends(self) -> None:
         """Have the engine send output again to clients that can lack some."""

@@ -5,7 +5,7 @@ Inside the controller, ids of requests carry the client's name (`loradock.messag
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Final, get_args
 
 from msgspec.structs import replace
@@ -30,9 +30,9 @@ from loradock.controller.server.preloads import DefaultAdapters
 from loradock.controller.server.queries import Queries
 from loradock.messages import requests
 from loradock.messages.commands import StartInference
-from loradock.messages.control import CancelRequest, ChangeSettings, StopServer
+from loradock.messages.control import PRELOAD, CancelRequest, ChangeSettings, StopServer
 from loradock.messages.errors import ErrorCode
-from loradock.messages.ids import AdapterName, Epoch, RequestId, client_of, scoped, unscoped
+from loradock.messages.ids import AdapterName, Epoch, OpId, RequestId, client_of, scoped, unscoped
 from loradock.messages.records import GenerationRequested, InferenceRequested, PoolingRequested
 from loradock.messages.reports import PrivateReport
 from loradock.messages.requests import LifecycleRequest, PrivateRequest
@@ -307,6 +307,20 @@ class ClientSessions:
         elif request_id not in world.pending_requests and request_id not in self._refusals:
             retry_ms = LOG_RETRY_MS if code is ErrorCode.LOG_UNAVAILABLE else 0
             self._refuse(request_id, code, why, retry_ms, body_hash)
+
+    def refuse_waiting(self, why: str, ended: Set[OpId]) -> None:
+        """Refuse the requests whose next step waits for the log, and tell that they continue.
+
+        `ended`: operations whose reports could not be logged. An inference that runs needs no log
+        until it ends.
+        """
+        text = f"{why}; the request was accepted, and continues when the log can be written again"
+        for request_id, waiting in tuple(self._controller.world.pending_requests.items()):
+            is_stuck = not waiting.op or waiting.op in ended
+            is_known = waiting.answered or request_id in self._refusals
+            if is_stuck and not is_known and not request_id.startswith(PRELOAD):
+                code = ErrorCode.LOG_UNAVAILABLE
+                self._refuse(request_id, code, text, LOG_RETRY_MS, waiting.body)
 
 
 def _of_earlier_start(epoch: Epoch) -> requests.Refused:

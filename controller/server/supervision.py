@@ -16,7 +16,7 @@ import structlog
 from loradock.controller.core.world import World
 from loradock.controller.server.engine_link import EngineLink
 from loradock.messages.records import EngineLost
-from loradock.processes.progress import Progress
+from loradock.processes.progress import Progress, loading_text
 
 RESTART: Final = struct.Struct("<Q")
 """Line on the pipe to the supervisor: the process id of an engine to restart."""
@@ -111,6 +111,10 @@ class EngineSupervision:
         """Return the start of the step that the engine reports; None if it has no supervisor."""
         step, engine = self._supervisor.engine_progress.read(), self._world.engine
         return step.since_ns if step and engine and step.pid == engine.pid else None
+
+    def loading_text(self) -> str:
+        """Return how far the supervisor's engine has read its model; empty if not known."""
+        return loading_text(self._supervisor.engine_progress.read())
 
     def restart(self, engine_id: str, pid: int, reason: str) -> None:
         """Detach an engine, and have its supervisor (if it is ours) restart it."""

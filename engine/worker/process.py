@@ -47,7 +47,7 @@ from loradock.messages.traces import configured_tracer
 from loradock.messages.wire import COMMANDS
 from loradock.processes import process_log
 from loradock.processes.key_files import KeyPair, read_key_pair, read_public_key
-from loradock.processes.progress import Progress
+from loradock.processes.progress import START_BOUND_S, Progress, loading_step
 from loradock.processes.subprocesses import EXIT_CONFIG
 
 if TYPE_CHECKING:
@@ -164,17 +164,20 @@ class RankSetup(NamedTuple):
 
 def _run(setup: RankSetup, options: EngineProcess) -> int:
     wakeup, group = Wakeup(), setup.group
+    progress = Progress(options.progress)
     try:
-        model = _load(setup)
+        model = _load(setup, progress)
         engine = Engine(model, setup.config, setup.lora_config, options.engine_id, wakeup.wake)
     except (ModelRefused, EngineError, ValueError) as error:
         _log.error("the engine can't start", error=str(error))
-        Progress(options.progress).end(str(error))
+        progress.end(str(error))
         # Another attempt finds the same model, but perhaps more memory.
         is_final = isinstance(error, ModelRefused | ValueError)
         return EXIT_CONFIG if is_final else 1
     if group.is_leader and model.media_tokens and model.no_images_reason:
         _log.warning("the model is served for text alone", reason=model.no_images_reason)
+    if group.is_leader and not setup.config.adapter_roots:
+        _log.warning("no adapter can be loaded: start with --adapter-root DIRECTORY")
     if group.is_leader and model.without_head:
         _log.warning(
             "the model was saved without a classification head; requests have to name adapters "
@@ -186,7 +189,8 @@ def _run(setup: RankSetup, options: EngineProcess) -> int:
     gc.freeze()
     group.wait_for_all()
     if group.is_leader:
-        _serve(engine if group.is_trivial else Leader(engine, group), setup, options, wakeup)
+        served = engine if group.is_trivial else Leader(engine, group)
+        _serve(served, setup, options, wakeup, progress)
     else:
         # A signal to the group reaches every rank; rank 0 handles it and ends the others.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -196,25 +200,30 @@ def _run(setup: RankSetup, options: EngineProcess) -> int:
     return 0
 
 
-def _load(setup: RankSetup) -> CausalModel | PoolingModel:
-    """Load the model, and log the progress of each rank."""
+def _load(setup: RankSetup, progress: Progress) -> CausalModel | PoolingModel:
+    """Load the model, and log the progress of each rank; that of the leader is on its page too."""
     log = _log.bind(rank=setup.group.rank) if is_rank() else _log
     log.info("loading the model", model=str(setup.config.model_directory))
-    return load_model(
-        setup.config,
-        setup.lora_config,
-        setup.group,
-        lambda loaded, tensors: log.info("reading weights", loaded=loaded, tensors=tensors),
-    )
+
+    def on_loaded(loaded: int, tensors: int) -> None:
+        log.info("reading weights", loaded=loaded, tensors=tensors)
+        if setup.group.is_leader:
+            progress.enter(loading_step(loaded, tensors), START_BOUND_S)
+
+    return load_model(setup.config, setup.lora_config, setup.group, on_loaded)
 
 
 def _serve(
-    engine: Engine | Leader, setup: RankSetup, options: EngineProcess, wakeup: Wakeup
+    engine: Engine | Leader,
+    setup: RankSetup,
+    options: EngineProcess,
+    wakeup: Wakeup,
+    progress: Progress,
 ) -> None:
     """Serve the controller until a signal or the end of a parent."""
     with zmq.Context() as context:
         socket = connect(context, options.start.connect, setup.key, setup.server_key)
-        progress, step_bound_s = Progress(options.progress), options.step_timeout_ms / 1000
+        step_bound_s = options.step_timeout_ms / 1000
         worker = Worker(engine, socket, wakeup, setup.parents, progress, step_bound_s, setup.spans)
         _handle_signals(worker, wakeup, bool(setup.parents))
         model = str(setup.config.model_directory)

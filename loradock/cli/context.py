@@ -136,6 +136,7 @@ def open_client(ctx: typer.Context) -> "Iterator[Client]":
     settings = settings_of(ctx)
     try:
         if settings.address:
+            _check_remote(settings)
             client = Client(
                 address=settings.address, key=settings.key, server_key=settings.server_key
             )
@@ -183,6 +184,20 @@ def _check_server(directory: Path) -> None:
 
     if reason := unserved_reason(connection_to(directory)):
         raise ServerNotRunning(directory, reason, lock_holder(directory))
+
+
+def _check_remote(settings: Settings) -> None:
+    """Raise an error unless the server at `--address` accepts a connection with these keys."""
+    from loradock.client.sockets import connection_to, remote_failure
+    from loradock.messages.errors import NotAllowed
+
+    keys = settings.key, settings.server_key
+    failure = remote_failure(connection_to(None, settings.address, *keys))
+    if isinstance(failure, NotAllowed):
+        raise failure
+    if failure is not None:
+        hint = "is `loradock serve --listen` running there, and does a firewall let the port pass?"
+        raise CommandError(ExitCode.UNREACHABLE, failure.message, hint)
 
 
 def run_request(

@@ -86,8 +86,8 @@ HINTS: Final[dict[ErrorCode, str]] = {
     ErrorCode.LOG_UNAVAILABLE: "free disk space on the file system of the server's directory",
     ErrorCode.OVERLOADED: "try again in a moment, or raise the named limit with `loradock "
     "config set`",
-    ErrorCode.NOT_SERVED: "serve a model for this task, or name the task: "
-    "`loradock serve --task generate|embed|classify`",
+    ErrorCode.NOT_SERVED: "serve a model for this task (`loradock serve --task "
+    "generate|embed|classify`), or install the package that the message names",
     ErrorCode.HANDLING_FAILED: "report a bug, with the controller's messages and its log",
     ErrorCode.STOPPING: "start the server again: loradock serve",
     ErrorCode.CONTEXT_EXCEEDED: "shorten the prompt or lower --max-tokens, or serve with a larger "

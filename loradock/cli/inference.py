@@ -416,15 +416,26 @@ def events(
 ) -> None:
     """Print the life-cycle events, in order and without gaps."""
     from loradock.cli.render import event_line
+    from loradock.messages.events import Published
 
     output = output_of(ctx, as_json)
     start = 0 if since is None and not follow else since
-    with open_client(ctx) as client, client.events(start, follow, snapshot) as stream:
-        for item in stream:
-            if as_json:
-                output.document(item)
-            else:
-                output.text(event_line(item) + "\n")
+    with open_client(ctx) as client:
+        newest = client.status().events_seq
+        if start is not None and start > newest:
+            text = f"event {start} is not there yet: the newest is event {newest}"
+            if not follow:
+                raise CommandError(ExitCode.NOT_FOUND, text)
+            output.remark(f"{text}; waiting for event {start + 1}")
+        after, start = start, None if start is None else min(start, newest)
+        with client.events(start, follow, snapshot) as stream:
+            for item in stream:
+                if after is not None and isinstance(item, Published) and item.seq <= after:
+                    continue
+                if as_json:
+                    output.document(item)
+                else:
+                    output.text(event_line(item) + "\n")
 
 
 Texts = Annotated[

@@ -17,9 +17,9 @@ from loradock.cli.context import (
     output_of,
     settings_of,
 )
-from loradock.cli.exit_codes import CommandError, ExitCode, ServerNotRunning
+from loradock.cli.exit_codes import HINTS, CommandError, ExitCode, ServerNotRunning
 from loradock.messages.control import PRELOAD
-from loradock.messages.errors import EngineGone, NotAllowed
+from loradock.messages.errors import EngineGone, ErrorCode, NotAllowed
 
 if TYPE_CHECKING:
     from loradock.messages.requests import StatusShown
@@ -62,11 +62,11 @@ DrainTimeout = Annotated[
 
 @app.command()
 def ready(ctx: typer.Context, timeout: ReadyTimeout = READY_S, as_json: AsJson = False) -> None:
-    """Wait until the server has an engine and answers; exit with 6 if it does not in time."""
+    """Wait until the server takes new work; exit with 6 and say why if it does not in time."""
     output = output_of(ctx, as_json)
     deadline_s = time.monotonic() + timeout
     absent_s = time.monotonic() + START_S
-    with output.progress("waiting for the server and its engine"):
+    with output.progress("waiting for the server to take new work"):
         while isinstance(status := _readiness(ctx), _NotReady):
             now = time.monotonic()
             if not status.is_absent:
@@ -91,14 +91,15 @@ class _NotReady(NamedTuple):
 
 
 def _readiness(ctx: typer.Context) -> "StatusShown | _NotReady":
+    from loradock.cli.render import unready_text
+
     hint = "`loradock serve` logs why it can't start one; perhaps the model is loading"
     try:
         with open_client(ctx) as client:
             status = client.status(_ANSWER_S)
-        if status.stopping:
-            return _NotReady("the server is stopping", hint)
-        if not status.engine_id:
-            return _NotReady("no engine is attached", hint)
+        if status.unready:
+            hint = HINTS[ErrorCode.LOG_UNAVAILABLE] if status.log_error else hint
+            return _NotReady(unready_text(status), hint)
         if _is_preloading(ctx):
             return _NotReady("adapters of --adapter are being loaded", hint)
     except ServerNotRunning as error:

@@ -127,10 +127,14 @@ def verify(ctx: typer.Context, as_json: AsJson = False) -> None:
     A torn tail is not corruption.
     """
     from loradock.controller.log.repair import verify as verify_log
+    from loradock.controller.log.storage import observed
 
     output = output_of(ctx, as_json)
-    with open_log(directory_of(ctx)) as log_directory, output.progress("reading the log"):
-        result = verify_log(log_directory)
+    with open_log(directory_of(ctx)) as log_directory:
+        files = (*log_directory.glob("*.log"), *log_directory.glob("*.snap"))
+        size_bytes = sum(file.stat().st_size for file in files)
+        with output.progress("reading the log", size_bytes) as advance:
+            result = verify_log(log_directory, observed(advance))
     fields = {**result.segments._asdict(), "corruption": None}
     if result.segments.corruption is not None:
         fields["corruption"] = _corruption(result.segments.corruption)

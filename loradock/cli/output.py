@@ -7,7 +7,7 @@ stream.
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -17,7 +17,16 @@ import msgspec
 from rich.box import SIMPLE
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from loradock.cli.exit_codes import Failure
@@ -152,16 +161,28 @@ class Output:
         if not self.as_json and sys.stderr.isatty():
             self._errors.print(text, style="dim")
 
+    def remark(self, text: str) -> None:
+        """Print what a person should know before the output begins."""
+        if not self.as_json:
+            self._errors.print(safe(text), style="dim", soft_wrap=True)
+
     @contextmanager
-    def progress(self, label: str) -> Iterator[None]:
-        """Show a label and the elapsed time on a terminal; both are erased afterwards."""
+    def progress(self, label: str, size_bytes: int = 0) -> Iterator[Callable[[int], None]]:
+        """Show a label and the elapsed time on a terminal; both are erased afterwards.
+
+        With `size_bytes`, what it yields is called with the number of bytes done since the last
+        call, and the part done and an estimate of the time left are shown too.
+        """
         if self.as_json or not sys.stderr.isatty():
-            yield
+            yield lambda _: None
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns: list[ProgressColumn] = [SpinnerColumn(), TextColumn("{task.description}")]
+        if size_bytes:
+            columns += [BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()]
+        columns.append(TimeElapsedColumn())
         with Progress(*columns, console=self._errors, transient=True) as progress:
-            progress.add_task(label, total=None)
-            yield
+            task = progress.add_task(label, total=size_bytes or None)
+            yield lambda done_bytes: progress.advance(task, done_bytes)
 
     def failure(self, failure: Failure) -> None:
         """Print an error, its hint, and its details or where they are shown."""

@@ -252,6 +252,7 @@ def _status_fields(status: StatusShown) -> dict[str, str]:
     return {
         "server": f"LoRADock {status.version or '(older)'}, up {duration(status.uptime_ms)}"
         f"{', stopping' if status.stopping else ''}",
+        "ready": f"no: {unready_text(status)}" if status.unready else "yes",
         "controller": f"epoch {status.epoch} (pid {status.controller_pid})",
         "engine": engine,
         "model": f"{status.model}, {status.dtype} on {status.device}"
@@ -262,13 +263,20 @@ def _status_fields(status: StatusShown) -> dict[str, str]:
         "adapters": f"{status.adapters} known, policy {status.policy}",
         "in progress": f"{requests_text(status)}, {status.operations} operations",
         "so far": f"{status.answered} answered, {status.refused} refused",
-        "log": f"record {status.seq}, event {status.events_seq}, {format_size(status.log_bytes)}",
+        "log": f"record {status.seq}, event {status.events_seq}, {format_size(status.log_bytes)}"
+        f"{' (not writable)' if status.log_error else ''}",
+        "disk": f"{format_size(status.disk_free_bytes)} free",
         "snapshot": _snapshot(status),
         "digest": status.digest,
         "batching": _batching(status.engine.batching, status.engine.batching_refusal),
         "keys, values": _kv_cache(status),
         **counter_fields(status.counters),
     }
+
+
+def unready_text(status: StatusShown) -> str:
+    """Return why a server takes no new work, with the error of its log."""
+    return ": ".join(filter(None, (status.unready, status.log_error)))
 
 
 def requests_text(status: StatusShown) -> str:

@@ -93,8 +93,11 @@ def screen(before: Reading | None, reading: Reading) -> "RenderableType":
     )
 
 
-def _headline(before: Reading | None, reading: Reading) -> str:
-    from loradock.cli.render import requests_text
+def _headline(before: Reading | None, reading: Reading) -> "RenderableType":
+    from rich.text import Text
+
+    from loradock.cli.output import safe
+    from loradock.cli.render import requests_text, unready_text
 
     status = reading.status
     engine = f"engine {status.engine_id[:8]} ({status.model})" if status.engine_id else "no engine"
@@ -105,7 +108,11 @@ def _headline(before: Reading | None, reading: Reading) -> str:
         _rates(before, reading),
         states,
     )
-    return "\n".join(line for line in lines if line)
+    text = Text("\n".join(line for line in lines if line))
+    if status.unready:
+        alarm = Text(f"not ready: {safe(unready_text(status))}\n", style="bold red")
+        return alarm.append_text(Text("", style="not bold default").append_text(text))
+    return text
 
 
 def _rates(before: Reading | None, reading: Reading) -> str:

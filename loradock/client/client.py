@@ -24,6 +24,7 @@ from loradock.client.sockets import (
     Connection,
     Port,
     Timeouts,
+    check_place,
     connection_to,
     forked_error,
     open_events,
@@ -163,8 +164,9 @@ class Client(Blocking[Methods]):
     another machine is reached by its `address` (`tcp://HOST:PORT`) instead, with the file of this
     client's key pair, `key`, and that of the controller's public key, `server_key`. `timeout_s` is
     the default time limit of a request, `generation_timeout_s` that of inference. Nothing is sent
-    before the first call. A controller that is not running yet is waited for. A call raises
-    `RuntimeError` while another thread is in one, and in a forked process.
+    before the first call. A controller that does not run yet is waited for; `EngineGone` is raised
+    for a directory of other files, and `NotAllowed` if a remote server refuses the keys. A
+    call raises `RuntimeError` while another thread is in one, and in a forked process.
     """
 
     def __init__(  # noqa: PLR0913 - named options
@@ -180,6 +182,7 @@ class Client(Blocking[Methods]):
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         connection = connection_to(directory, address, key, server_key)
+        check_place(connection)
         limits = Timeouts(timeout_s, generation_timeout_s, timing)
         self._port = BlockingPort(context or zmq.Context.instance(), connection, limits)
         super().__init__(Methods(self._port))

@@ -4,10 +4,12 @@ A port is what the two clients differ in: the one of `AsyncClient` waits on the 
 of `Client` blocks its thread.
 """
 
+import math
 import os
 import secrets
 import shlex
 import socket as os_socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,15 +18,18 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from loradock.client.calls import ClientCall, GenerationCall, Timing
 from loradock.client.session import Session
 from loradock.client.streams import Subscription
 from loradock.messages.addresses import (
     EVENTS_PORT_OFFSET,
+    REVOKED_STATUS,
     endpoint,
     with_port_offset,
 )
+from loradock.messages.errors import EngineGone, NotAllowed
 from loradock.messages.wire import EVENTS, REPLY_BYTES_MAX, TOKEN_BYTES
 from loradock.processes.key_files import KeyPair, read_key_pair, read_public_key
 
@@ -40,6 +45,20 @@ _RECONNECT_MS_MAX: Final = 1000
 _QUEUE_FRAMES_MAX: Final = 100_000
 # How long a closed socket can still send: a cancellation whose answer is not awaited.
 _LINGER_MS: Final = 100
+REMOTE_S: Final = 2.0
+"""Time in which a remote server accepts or refuses a connection."""
+
+_REBIND_S: Final = 0.5
+
+_DECISIVE: Final = frozenset(
+    {
+        zmq.EVENT_HANDSHAKE_SUCCEEDED,
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+        zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+        zmq.EVENT_CONNECT_RETRIED,
+    }
+)
 # A remote controller that has vanished is connected to again after this time.
 _REMOTE_SILENCE_MS: Final = 30_000
 
@@ -136,8 +155,74 @@ def unserved_reason(connection: Connection) -> str:
     return ""
 
 
+def remote_failure(connection: Connection) -> EngineGone | NotAllowed | None:
+    """Return why a connection to a remote server can't be made within `REMOTE_S`; None if it can.
+
+    `NotAllowed`: the server is there, and another attempt with these keys fails too.
+    """
+    with zmq.Context() as context:
+        socket = context.socket(zmq.DEALER)
+        _set_options(socket, connection.keys)
+        monitor = socket.get_monitor_socket()
+        socket.connect(connection.requests)
+        try:
+            event, value = _first_event(monitor)
+        finally:
+            socket.disable_monitor()
+            context.destroy(linger=0)
+    address = connection.requests
+    match event:
+        case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return None
+        case zmq.EVENT_HANDSHAKE_FAILED_AUTH if value == REVOKED_STATUS:
+            return NotAllowed(f"the server at {address} has revoked this key")
+        case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return NotAllowed(f"the server at {address} does not know this key")
+        case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            other = "its key is not the one of --server-key, or it is no LoRADock server"
+            return NotAllowed(f"{address} is another server: {other}")
+        case zmq.EVENT_CONNECT_RETRIED:
+            return EngineGone(f"nothing listens at {address}")
+    return EngineGone(f"{address} did not answer within {REMOTE_S:g} s")
+
+
+def _first_event(monitor: "zmq.Socket[Any]") -> tuple[int, int]:
+    """Return the first event of a connection that decides about it; zeros if none comes in time."""
+    ends_s, event, value = time.monotonic() + REMOTE_S, 0, 0
+    while monitor.poll(max(0, math.ceil(1000 * (ends_s - time.monotonic())))):
+        message = parse_monitor_message(monitor.recv_multipart())
+        if message["event"] not in _DECISIVE:
+            continue
+        event, value = message["event"], message["value"]
+        if event != zmq.EVENT_CONNECT_RETRIED:
+            break
+        # A server that has revoked a key binds its sockets again.
+        ends_s = min(ends_s, time.monotonic() + _REBIND_S)
+    return event, value
+
+
+def check_place(connection: Connection) -> None:
+    """Raise an error for a place where no server can ever answer this client.
+
+    `NotAllowed` for a remote server that refuses the keys, `EngineGone` for a directory that
+    contains other files and none of a server. One that does not exist can be a starting server's.
+    """
+    if connection.keys is not None:
+        failure = remote_failure(connection)
+        if isinstance(failure, NotAllowed):
+            raise failure
+        return
+    directory = _directory_of(connection)
+    found = {*os.listdir(directory)} if directory.is_dir() else set()
+    if found and not found & {"keys", "run", "log"}:
+        raise EngineGone(silence_reason(connection))
+
+
 def silence_reason(connection: Connection) -> str:
-    """Return why no local server answers, and the command that starts one; empty if one can."""
+    """Return why no server answers, and the command that starts one; empty if one can."""
+    if connection.keys is not None:
+        failure = remote_failure(connection)
+        return "" if failure is None else failure.message
     reason = unserved_reason(connection)
     if not reason:
         return ""

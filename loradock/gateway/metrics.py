@@ -211,6 +211,9 @@ def _of_controller(status: StatusShown) -> Iterator[Family]:
         ("engine_up", "Whether an engine is attached.", float(bool(status.engine_id))),
         ("log_seq", "Number of the last input in the log.", status.seq),
         ("log_bytes", "Size of the log.", status.log_bytes),
+        ("log_writable", "Whether the log can be written.", float(not status.log_error)),
+        ("disk_free_bytes", "Free space on the log's disk.", status.disk_free_bytes),
+        ("ready", "Whether new work is taken.", float(not status.unready)),
         ("snapshot_age_seconds", "Age of the newest snapshot.", status.snapshot_age_ms / 1000),
         ("epoch", "Number of the controller's start.", status.epoch),
     ):

@@ -84,7 +84,7 @@ class TierCard(Struct, frozen=True):
 
 
 class StatusCard(Struct, frozen=True):
-    """The totals of the controller."""
+    """The totals of the controller; `unready`: why it takes no new work, empty if it does."""
 
     model: str
     engine_id: str
@@ -96,6 +96,9 @@ class StatusCard(Struct, frozen=True):
     refused: int
     policy: str
     tiers: list[TierCard]
+    unready: str
+    log_error: str
+    disk_free_bytes: int
 
 
 class TableSnapshot(Struct, frozen=True):
@@ -200,6 +203,9 @@ def status_card(status: StatusShown | None) -> StatusCard | None:
         refused=status.refused,
         policy=status.policy,
         tiers=tiers,
+        unready=status.unready,
+        log_error=status.log_error,
+        disk_free_bytes=status.disk_free_bytes,
     )
 
 

@@ -16,6 +16,11 @@ _RECORD: Final = struct.Struct("<QQQQ16s")
 """Number, process id, start and bound of a step, and its name; a CRC-32 follows."""
 
 _CHECKSUM: Final = struct.Struct("<I")
+START_BOUND_S: Final = 3_600
+"""The bound of the time before a process's first step, and of each step of reading a model."""
+
+_LOADING: Final = "load "
+
 _STEP_BYTES: Final = _RECORD.size + _CHECKSUM.size
 
 REASON_BYTES_MAX: Final = 1000
@@ -36,6 +41,19 @@ class Step(NamedTuple):
     since_ns: int
     bound_ns: int
     name: str
+
+
+def loading_step(loaded: int, tensors: int) -> str:
+    """Return the name of the step of an engine that has read some tensors of its model."""
+    return f"{_LOADING}{loaded}/{tensors}"
+
+
+def loading_text(step: Step | None) -> str:
+    """Return how much of its model an engine has read; empty unless it is at such a step."""
+    if step is None or not step.name.startswith(_LOADING):
+        return ""
+    loaded, _, tensors = step.name.removeprefix(_LOADING).partition("/")
+    return f"{loaded} of {tensors} tensors of its model are read"
 
 
 class Progress:

@@ -116,6 +116,11 @@ def _open_directory(path: str, roots: Sequence[str | Path], bounds: _Bounds) -> 
             f"path {_shown(path)} is not allowed; name a directory below an adapter root, without "
             "'..'"
         )
+    if not roots:
+        raise NotAllowed(
+            "the server was started without an adapter root and loads no adapters; start it with "
+            "--adapter-root DIRECTORY"
+        )
     candidates = list(_candidates(parts, roots))
     unreadable: NotFound | None = None
     for root, below in candidates:

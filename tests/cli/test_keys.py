@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from loradock.cli.exit_codes import ExitCode
+from loradock.client import Client, NotAllowed
 from loradock.controller.server.keys import AllowedKey, KeyStore
-from loradock.processes.key_files import read_key_pair
+from loradock.processes.key_files import public_key_path, read_key_pair
 from tests.support.parallel.processes import controller
 from tests.support.simulation.command_runs import run, run_json
-from tests.support.simulation.key_examples import allow
+from tests.support.simulation.key_examples import allow, key_file
 from tests.support.simulation.remote_examples import free_address
 from tests.support.waiting import wait_until
 
@@ -76,6 +77,32 @@ def test_commands_reach_a_remote_server_with_a_key(tmp_path: Path) -> None:
     missing = run("--address", address, "status", directory="/nowhere")
     assert missing.exit_code == ExitCode.USAGE
     assert "loradock keys new" in missing.stderr
+
+
+def test_what_keeps_a_key_from_a_server_is_told_with_the_address(tmp_path: Path) -> None:
+    directory, address = tmp_path / "d", free_address()
+    key, unknown = allow(directory, "me", "read"), key_file(directory, "other")
+    server = KeyStore(directory).server_public_path
+
+    def said(key: Path, server: Path) -> str:
+        result = run(
+            *("--address", address, "--key", str(key), "--server-key", str(server), "status"),
+            directory="/nowhere",
+        )
+        assert address in result.stderr
+        return f"{result.exit_code:d} {result.stderr}"
+
+    assert said(key, server).startswith(f"6 nothing listens at {address}")
+    with controller(directory, listen=address):
+        wait_until((directory / "run" / "engine.sock").exists)
+        assert f"the server at {address} does not know this key" in said(unknown, server)
+        other = said(key, public_key_path(unknown))
+        assert f"{address} is another server: its key is not the one of --server-key" in other
+        result = run("keys", "revoke", "me", directory=directory)
+        assert result.exit_code == 0, result.output
+        assert f"the server at {address} has revoked this key" in said(key, server)
+        with pytest.raises(NotAllowed, match=f"{address} has revoked this key"):
+            Client(address=address, key=key, server_key=server)
 
 
 @pytest.mark.parametrize("address", ["tcp://h", "tcp://*:1x", "ipc://x", "tcp://h:65534"])

@@ -15,7 +15,7 @@ from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import MultimodalPrompt, Sampling, Structure
 from tests.support.simulation.command_runs import run, run_json, start_command
 from tests.support.simulation.standin_controller import PROMPT, StandIn
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 
 PNG, JPEG = b"\x89PNG", b"\xff\xd8\xff"
 
@@ -105,6 +105,21 @@ def test_past_events_start_after_the_given_number_and_end(controller):
     assert [(item["seq"], item["event"]) for item in later] == [
         (3, {"type": "AdapterCached", "adapter": "upper", "duration_ns": 0})
     ]
+
+
+def test_a_number_past_the_newest_event_is_told_and_waited_for(controller):
+    publish(controller, 3)
+    past = ("events", "--since", "5", "--no-follow")
+    ended = run(*past, directory=controller.directory)
+    assert ended.exit_code == ExitCode.NOT_FOUND
+    assert "event 5 is not there yet: the newest is event 3" in ended.stderr
+    assert ended.stdout == ""
+    process = start_command("events", "--since", "5", "--json", directory=controller.directory)
+    wait_until(lambda: controller.requests(rq.FetchEvents))
+    publish(controller, 3)
+    assert json.loads(process.stdout.readline())["seq"] == 6
+    process.send_signal(signal.SIGINT)
+    process.wait(HANG_S)
 
 
 def test_lost_events_are_reported(controller):

@@ -117,6 +117,12 @@ def test_a_directory_without_a_server_is_named_with_the_command_that_starts_one(
         client.status()
 
 
+def test_a_directory_of_other_files_is_refused_when_the_client_is_made(tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(EngineGone, match=r"start one: loradock --dir .* serve"):
+        Client(tmp_path)
+
+
 def test_malformed_frames_are_ignored(tmp_path):
     (tmp_path / "run").mkdir()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:

@@ -1,5 +1,6 @@
 """The page in a browser: adapters move, a lost connection heals, keys, the past, accessibility."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -7,10 +8,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import msgspec
 import pytest
 
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
+from loradock.messages.views import TierView
 from tests.support.gateway.browser import browser, visit
 from tests.support.gateway.served import serve_gateway
 from tests.support.simulation.standin_controller import StandIn, view
@@ -223,6 +226,96 @@ def test_the_page_is_accessible_on_a_phone(running: Any, site: Any) -> None:
             visited.keep_picture(f"phone-{scheme}")
         # A phone shows the page without sideways scrolling.
         assert visited.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+PICTURED = [f"tenant-{number:02}" for number in range(12)]
+
+
+def busy_minutes(controller: StandIn) -> None:
+    """Publish four minutes in which twelve adapters shared three slots, up to now."""
+    events: list[tuple[int, ev.Event]] = []
+    begin_ns = time.time_ns() - 240_000_000_000
+    in_slots: dict[int, str] = {}
+    for turn in range(60):
+        name, slot, at_ns = PICTURED[(turn * 5) % 12], turn % 3, begin_ns + turn * 4_000_000_000
+        if turn < 12:
+            events += [(at_ns, ev.AdapterAccepted(name, "f", 8, 3 << 20))]
+            events += [(at_ns, ev.AdapterCached(name, 40_000_000)), (at_ns, ev.AdapterPinned(name))]
+        if slot in in_slots:
+            events.append((at_ns, ev.AdapterDeactivated(in_slots[slot], slot)))
+        events.append((at_ns + 200_000_000, ev.AdapterActivated(name, slot, turn + 1)))
+        in_slots[slot] = name
+    controller.published += [ev.Published(n, t, e) for n, (t, e) in enumerate(events, 1)]
+    by_name = {name: slot for slot, name in in_slots.items()}
+    controller.adapters = {
+        name: msgspec.structs.replace(
+            view(name, "gpu-slot" if name in by_name else "pinned"),
+            slot=by_name.get(name, -1),
+            leases=2 * (name in by_name),
+            waiting=int(name in PICTURED[:2]),
+        )
+        for name in PICTURED
+    }
+
+
+DEGRADED: dict[str, dict[str, Any]] = {
+    "no-engine": {"engine_id": "", "model": "", "unready": "no engine is attached"},
+    "log-not-writable": {
+        "unready": "the log can't be written",
+        "log_error": "/srv/loradock/log: no space is left on the disk",
+    },
+    "stopping": {"unready": "the server is stopping"},
+}
+
+
+@pytest.mark.parametrize("reason", DEGRADED)
+def test_the_page_says_why_no_new_work_is_taken(running: Any, tmp_path: Path, reason: Any) -> None:
+    with (
+        StandIn(tmp_path) as controller,
+        serve_gateway(controller) as gateway,
+        visit(running, gateway.url) as visited,
+    ):
+        visited.wait_for(CONNECTED)
+        assert visited.page.locator("#alarm").is_hidden()
+        controller.status_changes = DEGRADED[reason]
+        words = DEGRADED[reason].get("log_error", DEGRADED[reason]["unready"])
+        visited.wait_for(f"document.getElementById('alarm').innerText.includes({words!r})")
+        controller.status_changes = {}
+        visited.wait_for("document.getElementById('alarm').hidden")
+
+
+def test_pictures_of_five_states(running: Any, tmp_path: Path) -> None:
+    """CI keeps them; a person looks at them."""
+
+    def keep(name: str, url: str, seen: str, width: int = 1280, height: int = 1500) -> None:
+        with visit(running, url, viewport={"width": width, "height": height}) as visited:
+            visited.wait_for(CONNECTED)
+            visited.wait_for(seen)
+            for scheme in ("light", "dark"):
+                visited.page.emulate_media(color_scheme=scheme)
+                visited.wait_for("document.querySelectorAll('#rates .chart').length > 0")
+                visited.keep_picture(f"page-{name}-{scheme}")
+            assert visited.messages == []
+
+    with StandIn(tmp_path / "empty") as controller:
+        controller.adapters = {}
+        controller.status_changes = {"adapters": 0, "answered": 0}
+        with serve_gateway(controller) as gateway:
+            keep("empty", gateway.url, "document.getElementById('more').innerText !== ''")
+    with StandIn(tmp_path / "busy") as controller:
+        busy_minutes(controller)
+        host = TierView("host", 12, 64, 0, 1 << 30)
+        pinned = TierView("pinned", 12, 0, 36 << 20, 1 << 30)
+        device = TierView("device", 3, 3, 9 << 20, 1 << 30)
+        controller.status_changes = {"tiers": (host, pinned, device)}
+        with serve_gateway(controller, allow_runtime_lora_updating=True) as gateway:
+            bars = "document.querySelectorAll('#lanes .bar').length > 10"
+            keep("busy", gateway.url, bars)
+            keep("phone", gateway.url, bars, 390, 2600)
+            banner = "document.getElementById('past-banner').innerText.includes('event 60')"
+            keep("past", f"{gateway.url}#event=60", banner)
+            controller.status_changes |= DEGRADED["log-not-writable"]
+            keep("degraded", gateway.url, "!document.getElementById('alarm').hidden")
 
 
 def test_a_key_is_requested_and_kept(running: Any, tmp_path: Path) -> None:

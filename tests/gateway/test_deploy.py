@@ -145,6 +145,34 @@ def test_prometheus_accepts_the_alert_rules() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+FIRING = {
+    "LoradockDown": 'up{job="pods", instance="a"} 1x5 0x10 | loradock_synced{job="pods", '
+    'instance="a"} 1x5 _x10',
+    "LoradockNotReady": 'loradock_ready{instance="a"} 0x15',
+    "LoradockLogNotWritable": 'loradock_log_writable{instance="a"} 0x15',
+    "LoradockDiskFilling": 'loradock_disk_free_bytes{instance="a"} 5e8x15',
+    "LoradockEngineDown": 'loradock_engine_up{instance="a"} 0x15',
+}
+"""An alert -> the series, one value a minute, with which it fires after a quarter of an hour."""
+
+
+@pytest.mark.parametrize("alert", FIRING)
+def test_an_alert_fires(tmp_path: Path, alert: str) -> None:
+    given = [one.rsplit("} ", 1) for one in FIRING[alert].split(" | ")]
+    series = [{"series": f"{name}}}", "values": values} for name, values in given]
+    expr = f'count by (alertname) (ALERTS{{alertname="{alert}", alertstate="firing"}})'
+    expected = [{"labels": f'{{alertname="{alert}"}}', "value": 1}]
+    test = {
+        "interval": "1m",
+        "input_series": series,
+        "promql_expr_test": [{"expr": expr, "eval_time": "15m", "exp_samples": expected}],
+    }
+    rules = str(DEPLOY / "prometheus/alerts.yaml")
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [rules], "tests": [test]}))
+    result = promtool("test", "rules", str(tmp_path / "test.yaml"))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_prometheus_accepts_the_metrics(served: Served) -> None:
     served.post("/v1/completions", {"model": "upper", "prompt": "p"})
     result = promtool("check", "metrics", input=served.get("/metrics").text)

@@ -8,10 +8,19 @@ from random import Random
 
 import pytest
 
-from loradock.processes.progress import REASON_BYTES_MAX, Progress
+from loradock.processes.progress import REASON_BYTES_MAX, Progress, loading_step, loading_text
 from tests.support.parallel.processes import ROOT
 
 NAMES = ("wait", "receive", "step", "report")
+
+
+def test_a_step_of_reading_a_model_is_told_in_words() -> None:
+    page = Progress()
+    assert loading_text(page.read()) == ""
+    page.enter(loading_step(12_345, 99_999), 1.0)
+    assert loading_text(page.read()) == "12345 of 99999 tensors of its model are read"
+    page.enter("wait", 1.0)
+    assert loading_text(page.read()) == ""
 
 
 def test_a_step_is_read_as_it_was_written() -> None:

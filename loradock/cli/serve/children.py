@@ -85,7 +85,7 @@ def is_json(line: bytes) -> bool:
     """Return whether a line is one JSON object."""
     try:
         return isinstance(msgspec.json.decode(line), dict)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return False
 
 

@@ -8,10 +8,7 @@ import contextlib
 from pathlib import Path
 from typing import Final
 
-from loradock.processes.progress import Step
-
-START_BOUND_S: Final = 3_600
-"""The bound of the time before a process's first step: an engine loads its model."""
+from loradock.processes.progress import START_BOUND_S, Step
 
 _TICKS_PER_TIMEOUT: Final = 8
 _TICK_MS_MIN: Final = 10

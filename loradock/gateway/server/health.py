@@ -1,4 +1,8 @@
-"""`/health`, `/ping`, `/version`, `/load` and `/server_info`."""
+"""`/health`, `/ping`, `/ready`, `/live`, `/version`, `/load` and `/server_info`.
+
+An orchestrator restarts what is not alive, and sends no requests to what is not ready. `/health` is
+vLLM's: whether an engine serves.
+"""
 
 import os
 import platform
@@ -10,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loradock.client import AsyncClient, LoradockError
-from loradock.gateway.http.endpoint import get, post
+from loradock.gateway.http.endpoint import get, json_response, post
 from loradock.gateway.http.errors import HttpError
 from loradock.gateway.options import GatewayConfig
 from loradock.gateway.recorder import Recorder
@@ -26,6 +30,13 @@ class Version(Struct, frozen=True):
     """The version of LoRADock."""
 
     version: str
+
+
+class Readiness(Struct, frozen=True):
+    """Whether new work is taken, and why not; the reason is empty if it is."""
+
+    ready: bool
+    reason: str = ""
 
 
 class Load(Struct, frozen=True):
@@ -94,6 +105,24 @@ class Health:
         except LoradockError:
             return Response(status_code=503)
         return Response(status_code=200 if status.engine_id else 503)
+
+    @get("/ready", answer=Readiness, failure=Readiness, errors=(503,), access="public")
+    async def ready(self) -> Response:
+        """Return whether new work is taken, with the reason if it is not."""
+        reason = await self._unready_reason()
+        return json_response(Readiness(not reason, reason), 503 if reason else 200)
+
+    async def _unready_reason(self) -> str:
+        try:
+            status = await self._client.status(timeout_s=TIMEOUT_S)
+        except LoradockError as error:
+            return f"the controller does not answer: {error.message}"
+        return status.unready
+
+    @get("/live", access="public")
+    async def live(self) -> Response:
+        """Return whether this process answers, whatever the others do."""
+        return Response(status_code=200)
 
     @get("/version", access="public")
     async def version(self) -> Version:

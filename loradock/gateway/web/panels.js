@@ -20,10 +20,17 @@ function drawHead() {
   if (past) write($("past-banner"), `The past: the state after event ${past.seq}, ${date(past.time_ms)}`);
   if (!status) return;
   write($("model"), past ? status.model : `${status.model || "no engine"} · ${status.requests} pending · ${status.answered} answered`);
-  if (!status.model && !past) alarms.push("no engine is attached: requests wait");
+  if (!past) alarms.push(...alarmsOf(status));
   set($("alarm"), { hidden: alarms.length ? null : "" });
   write($("alarm"), alarms.join("; "));
   set($("load"), { hidden: world.may_change && !past ? null : "" });
+}
+/* Why no new work is taken; with a lost connection nothing is known of now. */
+function alarmsOf(status) {
+  const alarms = [];
+  if (!status.engine_id) alarms.push("no engine is attached: requests wait");
+  if (status.log_error) alarms.push(`the log is not writable: requests are refused (${status.log_error})`);
+  return alarms.length || !status.unready ? alarms : [status.unready];
 }
 function drawTiers(adapters) {
   if (!world.status) return;
@@ -61,7 +68,8 @@ function drawTiles(adapters) {
   });
   const shown = named.filter(one => !hiddenStates.has(one.state)).sort((a, b) => a.id < b.id ? -1 : 1);
   keep($("tiles"), shown.slice(0, TILES_MAX), one => one.id, makeTile, updateTile);
-  write($("more"), shown.length > TILES_MAX ? `and ${shown.length - TILES_MAX} more: search for a part of the name` : "");
+  const more = shown.length > TILES_MAX ? `and ${shown.length - TILES_MAX} more: search for a part of the name` : "";
+  write($("more"), adapters.size || !world.status ? more : "No adapters yet: `loradock load NAME` or a request with an adapter's name loads one.");
 }
 function makeTile({ id }) {
   const tile = make("button", { class: "tile", "data-id": id }, make("strong", {}, id), make("span"), make("span"));

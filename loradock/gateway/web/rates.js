@@ -55,5 +55,6 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const { plot } of charts) plot.destroy();
   $("rates").replaceChildren();
   charts = []; drawn = null;
-  schedule();
+  /* At once: what is below would move up and down. */
+  redraw();
 });

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from loradock.cli.serve.hang_watch import START_BOUND_S, HangWatch, is_stopped, process_tree
-from loradock.processes.progress import Step
+from loradock.cli.serve.hang_watch import HangWatch, is_stopped, process_tree
+from loradock.processes.progress import START_BOUND_S, Step
 from tests.support.waiting import wait_until
 
 MS = 1_000_000

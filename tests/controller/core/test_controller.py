@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from loradock.messages import records, requests
 from loradock.messages.errors import ErrorCode
+from tests.support.simulation.deployment import TESTED_POLICIES
 from tests.support.simulation.workload import (
     CODES,
     NAMES,
@@ -55,6 +56,8 @@ class Histories(RuleBasedStateMachine):
         bytes_max=st.tuples(budgets, tight_budgets, budgets),
         quantum_ms=st.integers(0, 2),
         contents=st.lists(st.tuples(sizes, sizes), min_size=len(PATHS), max_size=len(PATHS)),
+        # Under `none`, requests wait for ever.
+        policy=st.sampled_from(sorted({*TESTED_POLICIES} - {"none"})),
     )
     def begin(
         self,
@@ -63,9 +66,10 @@ class Histories(RuleBasedStateMachine):
         bytes_max: tuple[int, int, int],
         quantum_ms: int,
         contents: Sizes,
+        policy: str,
     ) -> None:
         limits = small_limits(slots, more_on_host, bytes_max, quantum_ms)
-        self.workload = Workload(limits, contents)
+        self.workload = Workload(limits, contents, policy)
 
     @rule(name=names, path=st.sampled_from(("", "", *PATHS)), replace=st.booleans(), ms=timeouts)
     def load(self, name: str, path: str, replace: bool, ms: int) -> None:

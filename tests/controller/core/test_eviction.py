@@ -1,18 +1,25 @@
 """The least recently used adapter leaves a tier, wherever it is; and the other policies."""
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loradock.controller.core import views
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.eviction import POLICIES
-from loradock.controller.core.limits import RULES_READ
+from loradock.controller.core.indexes import TIERS
+from loradock.controller.core.rankings import Ranking
+from loradock.controller.core.world import Adapter
+from loradock.messages import events
 from loradock.messages import requests as rq
 from tests.support.simulation.core_bench import CoreBench
+from tests.support.simulation.deployment import FAILING_POLICIES
 
 PREPARED: dict[str, type] = {
     "cpu-cached": rq.LoadAdapter,
@@ -24,26 +31,11 @@ PREPARED: dict[str, type] = {
 HOST_MAX, SLOTS_MAX = 3, 2
 
 
-class PolicyBench(CoreBench):
-    """A deployment under another policy, or under former rules."""
+class FormerRules(CoreBench):
+    """A deployment under former rules."""
 
-    policy, rules = "lru", RULES_READ[-1]
-
-    def start_controller(self) -> None:
-        for name in ("controller", "shadow"):
-            checked = name == "controller"
-            made = Controller(self.limits, self.policy, rules=self.rules, checked=checked)
-            setattr(self, name, made)
-        self.oracle.world = self.controller.world
-        super().start_controller()
-
-
-class CheapestFirst(PolicyBench):
-    policy = "cheapest-first"
-
-
-class FormerRules(PolicyBench):
-    rules = 2
+    def new_controller(self, *, checked: bool = False) -> Controller:
+        return Controller(self.limits, rules=2, checked=checked)
 
 
 @pytest.mark.parametrize("order", list(permutations(PREPARED)), ids=" ".join)
@@ -56,10 +48,10 @@ def test_the_host_loses_the_least_recently_used_adapter_of_any_state(order: Any)
     assert [bench.state(name) for name in "abc"] == ["evicted", *order[1:]]
 
 
-@pytest.mark.parametrize("kind", [CheapestFirst, FormerRules])
+@pytest.mark.parametrize("kind", [partial(CoreBench, policy="cheapest-first"), FormerRules])
 @pytest.mark.parametrize("order", list(permutations(PREPARED)), ids=" ".join)
 def test_another_policy_evicts_what_is_cheapest_to_load_again(
-    order: Any, kind: type[CoreBench]
+    order: Any, kind: Callable[..., CoreBench]
 ) -> None:
     bench = kind(slots=1, max_cpu_loras=3)
     for name, state in zip("abc", order, strict=True):
@@ -152,5 +144,92 @@ def test_host_and_slots_have_the_most_recently_used_adapters(uses: list[tuple[st
         assert (resident, bench.in_slots()) == (set(host), set(slots))
 
 
+@pytest.mark.parametrize(
+    ("policy", "evicted"), [("lru", "b"), ("fifo", "a"), ("sieve", "b"), ("gdsf", "b")]
+)
+def test_a_policy_chooses_among_idle_adapters(policy: str, evicted: str) -> None:
+    bench = CoreBench(slots=3, policy=policy)
+    bench.activate("a", "b", "c", "a", "a")
+    running = bench.generate("c")
+    bench.activate("d")
+    assert bench.in_slots() == {"a", "b", "c", "d"} - {evicted}
+    bench.end_generation(running)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_held_and_leased_adapters_are_no_victims(policy: str) -> None:
+    bench = CoreBench(slots=3, policy=policy)
+    bench.activate("a", "b")
+    bench.request(rq.HoldAdapter, "a")
+    bench.generate("b")
+    for name in "cdede":
+        bench.request(rq.ActivateAdapter, name)
+    assert {"a", "b"} < bench.in_slots()
+
+
+@pytest.mark.parametrize("policy", sorted(FAILING_POLICIES))
+def test_lru_replaces_a_policy_that_fails_and_nothing_is_lost(policy: str) -> None:
+    bench = CoreBench(slots=2, policy=policy)
+    published = bench.record_events()
+    bench.activate("a", "b")
+    bench.request(rq.HoldAdapter, "a")
+    bench.activate("c")
+    assert bench.in_slots() == {"a", "c"}
+    failed = [event for event in published if isinstance(event, events.PolicyFailed)]
+    assert [event.policy for event in failed] == [policy]
+    assert bench.world.policy_failure == failed[0].reason
+    assert views.show_status(bench.controller, rq.ShowStatus("r")).policy == "lru"
+    bench.restart_controller()
+    assert bench.world.policy_failure == failed[0].reason
+
+
+def test_another_policy_ranks_what_is_there_already() -> None:
+    bench = CoreBench(slots=2, policy="raises")
+    bench.activate("a", "b", "a", "c")
+    controller = bench.controller
+    controller.reconfigure(bench.limits, "sieve")
+    assert controller.world.policy_failure == ""
+    assert [len(list(ranking)) for ranking in controller.world.rankings.values()] == [3, 3, 2]
+    controller.reconfigure(bench.limits, "lru")
+    assert not controller.world.rankings
+
+
+def test_the_cost_of_a_return_is_the_mean_of_what_it_took() -> None:
+    bench = CoreBench(slots=2)
+    bench.activate("a", "b")
+    a, b = (bench.adapter(name) for name in "ab")
+    for adapter, loads_ns in ((a, 60), (b, 20)):
+        counters = adapter.counters
+        counters.load_ns, counters.stage_ns, counters.write_ns = loads_ns, 0, 5
+    assert [bench.world.return_cost_ns(a, tier) for tier in TIERS] == [66, 6, 6]
+    totals = bench.world.totals
+    totals.load_ns, totals.stage_ns, totals.write_ns = 80, 0, 10
+    assert bench.world.return_cost_ns(Adapter(9, "x", "x"), "host") == 1 + 40 + 5
+
+
+@pytest.mark.parametrize("policy", ["fifo", "sieve", "gdsf", "adaptive"])
+def test_a_choice_among_many_adapters_looks_at_few(policy: str) -> None:
+    """Where LRU looks at one candidate, no ranking looks at more than a few on average."""
+    ranking = cast("type[Ranking]", POLICIES[policy])()
+    ranking.resize(10_000, 1 << 40)
+    for adapter_id in range(1, 10_001):
+        ranking.enter(adapter_id, 10, 5)
+    asked = 0
+
+    def accepts(_adapter_id: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return True
+
+    for adapter_id in range(10_001, 11_001):
+        ranking.use(adapter_id, 10, 5)
+        victim = ranking.choose(accepts)
+        assert victim is not None
+        ranking.leave(victim)
+        ranking.enter(adapter_id, 10, 5)
+    assert asked <= 2_000
+
+
 def test_each_policy_has_a_name() -> None:
-    assert sorted(POLICIES) == ["cheapest-first", "lru", "none"]
+    names = ["adaptive", "cheapest-first", "fifo", "gdsf", "lru", "none", "sieve"]
+    assert sorted(POLICIES) == names

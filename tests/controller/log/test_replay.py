@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from loradock.controller.core.actions import Action, PublishEvent
 from loradock.controller.core.controller import Controller
+from loradock.controller.core.eviction import POLICIES
 from loradock.controller.core.invariants import check
 from loradock.controller.core.limits import RULES, Limits, limits_to
 from loradock.controller.log.format import LogForeign
@@ -148,22 +149,22 @@ def test_another_policy_replays_without_digests(tmp_path: Path) -> None:
     assert result.controller is not None
     assert result.controller.policy_name == "none"
     assert result.inputs == len(HISTORY)
-    with pytest.raises(LogForeign, match="'fifo'"):
-        replay_with_policy(tmp_path / "log", "fifo")
+    with pytest.raises(LogForeign, match="'mru'"):
+        replay_with_policy(tmp_path / "log", "mru")
 
 
 @settings(max_examples=4)
-@given(seed=st.integers(0, 1_000_000))
-@example(seed=23)
-@example(seed=33)
-@example(seed=42)
-def test_every_history_can_be_replayed_with_another_policy(seed: int) -> None:
+@given(seed=st.integers(0, 1_000_000), policy=st.sampled_from(sorted(POLICIES)))
+@example(seed=23, policy="none")
+@example(seed=33, policy="none")
+@example(seed=42, policy="none")
+def test_every_history_can_be_replayed_with_another_policy(seed: int, policy: str) -> None:
     """Reports no longer fit then; they are refused, and every invariant but the bounds holds.
 
     An inventory of adapters that would not have been loaded may exceed the bounds.
     """
     deployment = random_history(seed, 300).deployment
-    controller = Controller(deployment.limits, "none")
+    controller = Controller(deployment.limits, policy)
     for data in deployment.inputs:
         record = msgspec.msgpack.decode(data, type=Record)
         controller.handle(record.input, record.time_ns)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from loradock.controller.core.actions import Action, SetTimer
 from loradock.controller.core.controller import Controller
+from loradock.controller.core.eviction import POLICIES
 from loradock.controller.core.invariants import check
 from loradock.controller.core.limits import Limits
 from loradock.controller.core.restore import derive
@@ -38,13 +39,13 @@ def test_every_field_of_a_world_is_stored_or_derived() -> None:
     assert forgotten not in vars(world).values(), "a new field belongs in WorldState or in derive"
 
 
-@given(seed=st.integers(0, 400))
+@given(seed=st.integers(0, 400), policy=st.sampled_from(sorted(POLICIES)))
 @settings(max_examples=12)
-def test_from_every_point_of_a_history_the_same_follows(seed: int) -> None:
+def test_from_every_point_of_a_history_the_same_follows(seed: int, policy: str) -> None:
     limits, records = history(seed)
-    whole, actions = fold(limits, records)
+    whole, actions = fold(limits, records, policy)
     final = encode_world(whole.world)
-    controller = Controller(limits)
+    controller = Controller(limits, policy)
     for point, record in enumerate(records):
         copy = restored(controller)
         check(copy.world, limits, None)
@@ -64,6 +65,7 @@ def test_from_every_point_of_a_history_the_same_follows(seed: int) -> None:
 def fields_of(world: World) -> dict[str, Any]:
     """Return the stored fields, and the order of their entries."""
     values = {name: getattr(world, name) for name in STORED}
+    values["rankings"] = {tier: ranking.state() for tier, ranking in world.rankings.items()}
     answers = world.answers
     values["answers"] = (
         answers.bounds,

@@ -193,14 +193,15 @@ def test_a_limited_key_fetches_only_its_own_events(access: Access) -> None:
         events.ControllerResumed(1),
         events.EngineAttached("e", "m"),
         events.EngineDetached("e", "gone"),
+        events.PolicyFailed("least-used", "raised KeyError"),
     ]
     fetched = rq.EventsFetched(
         "r", tuple(events.Published(n, 5, e) for n, e in enumerate(published)), 9
     )
     shown: Any = access.shown("acme", fetched)
-    assert [one.seq for one in shown.events] == [*range(8)]
+    assert [one.seq for one in shown.events] == [*range(9)]
     hidden = [isinstance(one.event, events.EventWithheld) for one in shown.events]
-    assert hidden == [False, True, True, True, True, False, False, False]
+    assert hidden == [False, *[True] * 4, *[False] * 4]
     assert shown.last_seq == 9
     for user in ("", "admin", "reader"):
         assert access.shown(user, fetched) is fetched

@@ -97,13 +97,17 @@ def test_a_full_disk_refuses_requests_and_nothing_else(directory: Path) -> None:
         prompt = rq.Generate(client.new_id(), None, "hello")
         for request in (refused, prompt):
             assert client.call(request).code == ErrorCode.LOG_UNAVAILABLE
-        # Requests that are pending or answered already are not refused.
-        client.send_request(waits)
+        # What is answered already is not refused. What waits is told soon, and goes on.
         assert client.call(done) == first
         engine.finish()
+        told = client.final_reply(waits.request_id)
+        assert (told.code, "was accepted" in told.message) == (ErrorCode.LOG_UNAVAILABLE, True)
+        status = client.status()
+        assert (status.unready, bool(status.log_error)) == ("the log can't be written", True)
         _assert_queries_are_answered(client, subscriber, seq)
         set_file_limit(process, resource.RLIM_INFINITY)
-        assert client.final_reply(waits.request_id).state == "cpu-cached"
+        eventually(lambda: [view.state for view in client.list()] == ["cpu-cached"])
+        assert client.status().unready == ""
         # A repetition is refused again: its client has been answered. A new request is not.
         assert client.call(refused).code == ErrorCode.LOG_UNAVAILABLE
         again = rq.LoadAdapter(client.new_id(), "refused")

@@ -11,7 +11,7 @@ from loradock.gateway.options import GatewayConfig, GatewayOptions
 from tests.support.gateway.served import Served, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
-PUBLIC = {"/health", "/ping", "/version", "/load", "/metrics", "/"}
+PUBLIC = {"/health", "/ping", "/ready", "/live", "/version", "/load", "/metrics", "/"}
 
 
 @pytest.fixture(scope="module")

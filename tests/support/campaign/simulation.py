@@ -34,6 +34,7 @@ from tests.support.campaign.scheduler import Scheduler
 from tests.support.simulation.engine_records import Content
 
 NAMES: Final = ("a", "b", "c", "d", "e")
+RANKINGS: Final = ("fifo", "sieve", "gdsf", "adaptive")
 TURNS_AT_BYTES: Final = (60, 80, 90, 170, 230)
 """In schedules with one of these bounds on host memory, adapters take turns in the slots."""
 RESTART_NS: Final = 30 * MS
@@ -70,6 +71,7 @@ class Simulation:
             segment_bytes_max=rng.choice((2_000, 8_000, 1 << 20)),
             engine_timeout_ms=ENGINE_TIMEOUT_MS,
             checked=rng.random() < 0.1,
+            policy=_policy_of(seed),
         )
         self.controller = ControllerProcess(
             *(self.scheduler, config, self.disk, self._new_transport),
@@ -357,6 +359,12 @@ class Simulation:
         link = Link(self.scheduler.after, self.rng, deliver, ordered=ordered)
         link.faults = LinkFaults(spread_ns=self.spread_ns)
         return link
+
+
+def _policy_of(seed: int) -> str:
+    """Return the policy of a schedule: `lru` in every second."""
+    # Its generator is separate, so that the schedule's other choices are those of `lru`.
+    return random.Random(seed).choice(("lru", "lru", "lru", "lru", *RANKINGS))
 
 
 def random_limits(rng: random.Random) -> Limits:

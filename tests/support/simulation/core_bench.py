@@ -23,11 +23,13 @@ AMPLE_BUDGETS = {"host_bytes_max": 10_000, "pinned_bytes_max": 10_000, "device_b
 class CoreBench(Deployment):
     """A deployment with an engine; further limits are given by name."""
 
-    def __init__(self, slots: int = 2, *, engine: bool = True, **limits: int) -> None:
+    def __init__(
+        self, slots: int = 2, *, engine: bool = True, policy: str = "lru", **limits: int
+    ) -> None:
         self.request_count = 0
         bounds = {"max_loras": slots, "max_cpu_loras": 5, **AMPLE_BUDGETS, **limits}
         files = {name: Content(f"content of {name}", 10, 10) for name in NAMES}
-        super().__init__(Limits(**bounds), files)
+        super().__init__(Limits(**bounds), files, policy)
         if engine:
             self.start_engine()
             self.settle()

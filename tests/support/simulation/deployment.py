@@ -5,6 +5,7 @@ keeps the order, and sends nothing while it waits for an inventory. Every reply,
 is compared with records that are kept apart from the controller.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,14 +13,57 @@ import msgspec
 from loradock.controller.core.actions import Action, PublishEvent, SendCommand, SendReply, SetTimer
 from loradock.controller.core.context import Checked
 from loradock.controller.core.controller import Controller
+from loradock.controller.core.eviction import POLICIES, Policy
 from loradock.controller.core.limits import Limits
+from loradock.controller.core.rankings import Accepts, Fifo, Ranking
 from loradock.controller.core.requests import REQUESTS, Pending
+from loradock.controller.core.world import Adapter
 from loradock.messages import commands, records, reports, requests
 from loradock.messages.errors import ErrorCode
+from loradock.messages.ids import AdapterId
 from tests.support.simulation.engine import Files, SimulatedEngine
 from tests.support.simulation.oracle import Oracle
 
 MS = 1_000_000
+
+
+def choose_unknown(candidates: Iterator[Adapter]) -> Adapter | None:
+    """Return an adapter that is no candidate, if there is any."""
+    return None if next(candidates, None) is None else Adapter(1, "other", "other")
+
+
+def raise_error(_candidates: Iterator[Adapter]) -> Adapter | None:
+    """Raise."""
+    raise KeyError("a policy's own")
+
+
+class WrongRanking(Fifo):
+    """Chooses what it must not."""
+
+    def choose(self, accepts: Accepts) -> AdapterId | None:
+        """Return the first adapter, accepted or not."""
+        return next(iter(self), super().choose(accepts))
+
+
+class RaisingRanking(Fifo):
+    """Raises at the first use of an adapter that it has."""
+
+    def use(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:
+        """Raise."""
+        super().use(adapter_id, size_bytes, cost_ns)
+        if adapter_id in self:
+            raise ValueError
+
+
+FAILING_POLICIES: dict[str, Policy | type[Ranking]] = {
+    "unknown": choose_unknown,
+    "raises": raise_error,
+    "wrong-ranking": WrongRanking,
+    "raising-ranking": RaisingRanking,
+}
+"""Policies that `lru` replaces."""
+
+TESTED_POLICIES = {**POLICIES, **FAILING_POLICIES}
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(records.Record)
@@ -28,13 +72,14 @@ _decoder = msgspec.msgpack.Decoder(records.Record)
 class Deployment:
     """A simulated controller with its log and engine."""
 
-    def __init__(self, limits: Limits, files: Files) -> None:
+    def __init__(self, limits: Limits, files: Files, policy: str = "lru") -> None:
         self.limits = limits
+        self.policy = policy
         self.files = files
         self.now = 1_000 * MS
         self.inputs: list[bytes] = []
-        self.controller = Controller(limits, checked=True)
-        self.shadow = Controller(limits)
+        self.controller = self.new_controller(checked=True)
+        self.shadow = self.new_controller()
         self.oracle = Oracle(self.controller.world)
         self.engine: SimulatedEngine | None = None
         self.engines = 0
@@ -55,6 +100,10 @@ class Deployment:
 
     # The controller's side.
 
+    def new_controller(self, *, checked: bool = False) -> Controller:
+        """Return a controller of this deployment, without its inputs."""
+        return Controller(self.limits, self.policy, checked=checked, policies=TESTED_POLICIES)
+
     def start_controller(self) -> None:
         """Start the controller on the world that results from its log."""
         self.epoch += 1
@@ -71,8 +120,8 @@ class Deployment:
         kept = len(self.inputs) - min(lost_inputs, len(self.inputs) - 1)
         inputs, self.inputs = self.inputs[:kept], []
         self.controller, self.shadow = (
-            Controller(self.limits, checked=True),
-            Controller(self.limits),
+            self.new_controller(checked=True),
+            self.new_controller(),
         )
         self.oracle = Oracle(self.controller.world)
         for record in inputs:

@@ -31,9 +31,11 @@ def header_of(limits: Limits) -> Header:
     return Header(FORMAT, RULES, "lru", limits_to(limits), 0)
 
 
-def fold(limits: Limits, records: tuple[Record, ...]) -> tuple[Controller, list[list[Action]]]:
+def fold(
+    limits: Limits, records: tuple[Record, ...], policy: str = "lru"
+) -> tuple[Controller, list[list[Action]]]:
     """Return a controller that has handled the records, and the actions of each."""
-    controller = Controller(limits)
+    controller = Controller(limits, policy)
     return controller, [
         controller.handle(record.input, record.time_ns, record.body, record.report_seq)
         for record in records

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from loradock.controller.log.storage import Storage, Wait
+from loradock.controller.log.storage import Space, Storage, Wait
 
 FALLIBLE = ("create", "write", "cut", "sync_data", "sync", "rename", "remove", "commit")
 """The operations that can fail, by the names of their methods."""
@@ -161,6 +161,9 @@ class MemoryStorage(Storage):
     def size_bytes(self, path: Path) -> int:
         """Return the size that the process sees."""
         return len(self._file(path).cache)
+
+    def space(self, directory: Path) -> Space:
+        return Space(self.faults.bytes_max - self._used_bytes(), 1)
 
     def create(self, path: Path) -> int:
         """Create an empty file, or empty an existing one."""

@@ -7,10 +7,12 @@ from loradock.controller.core.context import Checked
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import Limits
 from loradock.controller.log.retention import Retention
+from loradock.controller.log.storage import DISK
 from loradock.controller.server.admin import Admin
 from loradock.controller.server.clients import Outbox
 from loradock.controller.server.diagnostics import Diagnostics
 from loradock.controller.server.engine_link import EngineLink
+from loradock.controller.server.log_health import LogHealth
 from loradock.controller.server.preloads import DefaultAdapters
 from loradock.controller.server.queries import Queries
 from loradock.controller.server.sessions import ClientSessions
@@ -49,7 +51,8 @@ class SessionBench:
         diagnostics = Diagnostics(self.controller.world)
         link = EngineLink(lambda _peer, _frame: None, 0)
         snapshots = SnapshotProcess(Path(__file__).parent, 0, Retention())
-        admin = Admin(self.controller, diagnostics, link, snapshots)
+        health = LogHealth(Path(__file__).parent, DISK)
+        admin = Admin(self.controller, diagnostics, link, snapshots, health)
         self.outbox = Outbox(self._send)
         no_events: Any = None
         self.queries = Queries(self.controller, no_events, admin, self.outbox)

@@ -95,6 +95,8 @@ class StandIn:
         self.output: Output = output
         self.adapters = {"upper": view("upper"), "reverse": view("reverse", "evicted")}
         self.answers: dict[type, Answer] = {}
+        # Fields of the status that differ from the usual ones.
+        self.status_changes: dict[str, Any] = {}
         self.lose = 0
         self.lose_chunks = 0
         self.done_first = False
@@ -318,7 +320,7 @@ class StandIn:
             for one in views
             if one.slot >= 0 or one.leases or one.waiting
         )
-        return rq.StatusShown(
+        shown = rq.StatusShown(
             request_id=request.request_id,
             epoch=self.epoch,
             seq=12,
@@ -343,6 +345,7 @@ class StandIn:
             held=sum(one.held for one in views) if request.uses else 0,
             uses=uses if request.uses else (),
         )
+        return msgspec.structs.replace(shown, **self.status_changes)
 
     def _fetch(self, request: rq.FetchEvents) -> rq.Reply:
         first, last = request.first_seq, len(self.published)

@@ -57,7 +57,7 @@ def small_limits(
 class Workload:
     """A deployment and the moves that can be made in it."""
 
-    def __init__(self, limits: Limits, sizes: Sizes) -> None:
+    def __init__(self, limits: Limits, sizes: Sizes, policy: str = "lru") -> None:
         self.files = {
             path: Content(f"content of {path}", *size, warnings=WARNINGS.get(path, ()))
             for path, size in zip(PATHS, sizes, strict=True)
@@ -65,7 +65,7 @@ class Workload:
         }
         self.request_count = 0
         self.sent: list[Any] = []
-        self.deployment = Deployment(limits, self.files)
+        self.deployment = Deployment(limits, self.files, policy)
         self.deployment.start_engine()
 
     def send(self, kind: type, *fields: Any) -> None:
