@@ -166,7 +166,7 @@ parity: $(STAMP)  ## compare every causal architecture with PEFT: half an hour (
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity $(if $(ALL),--all)
 	$(BIN)/python -m tests.supported
 
-matrix: $(STAMP)  ## parity and serving with every supported version of transformers: half an hour
+matrix: $(STAMP)  ## parity and serving with every supported transformers and Python: hours
 	$(BIN)/python -m tests.matrix
 	$(BIN)/python -m tests.supported
 

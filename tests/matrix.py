@@ -1,11 +1,12 @@
-"""`make matrix`: parity and serving with every supported minor version of transformers.
+"""`make matrix`: parity and serving with every supported version of transformers and of Python.
 
-Each version is installed in a separate environment below `.venv-matrix`, with the newest allowed
-versions of the other dependencies, and this environment's torch. `oldest` has the lower bounds of
-all of them, installed by uv. The results are stored for SUPPORTED.md.
+Each environment is installed below `.venv-matrix` by uv and pip, with the newest allowed versions
+of what it does not name. `oldest` has the lower bounds of all dependencies. The results are stored
+for SUPPORTED.md.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -22,7 +23,11 @@ from tests.support.sources import ROOT
 MINORS: Final = ("5.21", "5.22", "5.23", "5.24")
 """The minor versions of transformers from the lower bound of `pyproject.toml` to the newest."""
 
+PYTHONS: Final = ("3.12", "3.13", "3.14")
+"""The versions of Python above the lower bound, which all other environments have."""
+
 OLDEST: Final = "oldest"
+ENVIRONMENTS: Final = (OLDEST, *MINORS, *(f"python{one}" for one in PYTHONS))
 
 RESULTS: Final = ROOT / "tests" / "golden" / "matrix.json"
 SUITES: Final = (
@@ -34,87 +39,109 @@ SUITES: Final = (
 
 
 class MatrixRow(msgspec.Struct, frozen=True):
-    """The result of one version: numbers of architectures, and names of those that differ.
+    """The result of one environment: numbers of architectures, and names of those that differ.
 
-    `version`: of transformers. `equal`: served with PEFT's logits and tokens. `tests`: the closing
-    line of `SUITES`. `oldest`: with the lower bounds of all dependencies.
+    `python`, `transformers`, `torch`, `triton`: versions that are installed. `equal`: served with
+    PEFT's logits and tokens. `tests`: the closing line of `SUITES`.
     """
 
-    version: str
+    name: str
+    python: str
+    transformers: str
+    torch: str
+    triton: str
     equal: int
     refused: int
     differs: tuple[str, ...]
     tests: str
-    oldest: bool = False
 
-    @property
-    def name(self) -> str:
-        """The minor version, or the name of the environment with all lower bounds."""
-        return OLDEST if self.oldest else self.version.rpartition(".")[0]
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text, in the order of `COLUMNS`."""
+        versions = (self.transformers, self.python, self.torch, self.triton)
+        counts = (str(self.equal), str(self.refused), ", ".join(self.differs) or "none")
+        return (self.name, *versions, *counts, self.tests)
+
+
+COLUMNS: Final = (
+    *("environment", "transformers", "Python", "torch", "triton"),
+    *("equal when served", "refused", "differ", "tests of paging and states"),
+)
 
 
 def read_rows() -> list[MatrixRow]:
-    """Return the stored results, the oldest version first."""
+    """Return the stored results, in the order of `ENVIRONMENTS`."""
     if not RESULTS.is_file():
         return []
     return msgspec.json.decode(RESULTS.read_bytes(), type=list[MatrixRow])
 
 
 def main() -> None:
-    """Judge every version, or those named on the command line, store the rows and print them."""
+    """Judge every environment, or those named on the command line, and store and print the rows."""
     rows = {row.name: row for row in read_rows()}
-    for minor in sys.argv[1:] or (*MINORS, OLDEST):
-        rows[minor] = _judge(minor)
-        ordered = [rows[key] for key in sorted(rows)]
+    for name in sys.argv[1:] or ENVIRONMENTS:
+        rows[name] = _judge(name)
+        ordered = [rows[key] for key in ENVIRONMENTS if key in rows]
         RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n")
-    table = Table("transformers", "equal when served", "refused", "differ", "tests")
+    table = Table(*COLUMNS)
     for row in read_rows():
-        names = ", ".join(row.differs) or "none"
-        table.add_row(
-            f"{row.version} ({OLDEST})" if row.oldest else row.version,
-            str(row.equal),
-            str(row.refused),
-            names,
-            row.tests,
-        )
+        table.add_row(*row.cells())
     Console(width=160).print(table)
 
 
-def _judge(minor: str) -> MatrixRow:
-    python = _environment(minor)
+def _judge(name: str) -> MatrixRow:
+    python = _environment(name)
     results = python.parents[1] / "parity.json"
     _run(python, "-m", "tests.parity", "--all", "--results", str(results))
+    closing = _run(python, "-m", "pytest", "-p", "no:xdist", "--durations=0", *SUITES)
+    return _row(name, python, results, closing)
+
+
+def _row(name: str, python: Path, results: Path, closing: str) -> MatrixRow:
     by_verdict: dict[str, list[str]] = {"equal": [], "refused": [], "differs": []}
     for one in read_results(results).values():
         if one.server is not None:
             by_verdict[one.server.verdict].append(one.model_type)
-    closing = _run(python, "-m", "pytest", "-p", "no:xdist", "--durations=0", *SUITES)
-    printed = _run(python, "-c", "import transformers; print(transformers.__version__)")
-    return MatrixRow(
-        printed.strip().splitlines()[-1],
-        len(by_verdict["equal"]),
-        len(by_verdict["refused"]),
-        tuple(by_verdict["differs"]),
-        _closing_line(closing),
-        minor == OLDEST,
-    )
+    installed = _run(python, "-c", _VERSIONS).split()
+    equal, refused = len(by_verdict["equal"]), len(by_verdict["refused"])
+    differs = tuple(by_verdict["differs"])
+    return MatrixRow(name, *installed, equal, refused, differs, _closing_line(closing))
 
 
-def _environment(minor: str) -> Path:
-    """Install the project with one minor version, or `OLDEST`; return the interpreter."""
-    directory = ROOT / ".venv-matrix" / minor
-    python = directory / "bin" / "python"
+_VERSIONS: Final = """
+import platform
+from importlib.metadata import version
+print(platform.python_version(), *(version(name) for name in ("transformers", "torch", "triton")))
+"""
+
+
+def _environment(name: str) -> Path:
+    """Install the project as one of `ENVIRONMENTS` says; return the interpreter."""
+    directory = ROOT / ".venv-matrix" / name
+    python, uv = directory / "bin" / "python", _uv()
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if minor == OLDEST:
-        subprocess.run([*pip, "uv"], check=True)
-        uv = [python.parent / "uv", "pip", "install", "--python", python, "--quiet"]
-        subprocess.run([*uv, "--resolution", "lowest-direct", "-e", ".[dev]"], cwd=ROOT, check=True)
-        return python
-    chosen = (f"transformers=={minor}.*", f"torch=={version('torch')}")
-    subprocess.run([*pip, "--editable", ".[dev]", *chosen], cwd=ROOT, check=True)
+        asked = name.removeprefix("python") if name.startswith("python") else sys.executable
+        subprocess.run([uv, "venv", "--seed", "--python", asked, directory], check=True)
+    if name == OLDEST:
+        install = [uv, "pip", "install", "--python", python, "--quiet"]
+        install += ["--resolution", "lowest-direct"]
+    else:
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    # This environment's torch, which can be a build without CUDA.
+    chosen = (f"transformers=={name}.*", f"torch=={version('torch')}") if name in MINORS else ()
+    subprocess.run([*install, "--editable", ".[dev]", *chosen], cwd=ROOT, check=True)
     return python
+
+
+def _uv() -> str:
+    """Return uv's path; without uv, install it beside the environments."""
+    found = shutil.which("uv")
+    if found is not None:
+        return found
+    directory = ROOT / ".venv-matrix" / "uv"
+    if not directory.exists():
+        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+        subprocess.run([directory / "bin" / "pip", "install", "--quiet", "uv"], check=True)
+    return str(directory / "bin" / "uv")
 
 
 def _run(python: Path, *arguments: str) -> str:

@@ -19,7 +19,7 @@ from loradock.engine.models.packing import PACKING_RULES
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica import MappingType
 from loradock.messages.engine_options import QUANTIZATIONS
-from tests.matrix import read_rows
+from tests.matrix import COLUMNS, read_rows
 from tests.parity import read_results
 from tests.support.documents import between_marks
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
@@ -139,14 +139,13 @@ def _of_models() -> tuple[str, ...]:
         "ranks and the base in one batch: in process, and served with rows that join and leave "
         "in 24 cached steps. Equal means a relative norm below 1e-5 in float32, and the tokens "
         "of the model's own `generate`. Rows are one left-padded batch (padded), prefilled "
-        "alone and decoded together (together), or run one by one (single).",
-        "## Versions of transformers",
-        _table(
-            ("version", "equal when served", "refused", "differ", "tests of paging and states"),
-            _versions(),
-        ),
-        "`make matrix` installs each version in an environment of its own, and judges every "
-        "causal architecture that this version knows.",
+        "alone and decoded together (together), run one by one (single), or computed from their "
+        "first token at each step (whole).",
+        "## Versions of transformers, torch and Python",
+        _table(COLUMNS, (row.cells() for row in read_rows())),
+        "`make matrix` installs each environment, and judges every causal architecture that its "
+        "version of `transformers` knows. `oldest` has the lower bounds of all dependencies, the "
+        "versions of Python have the newest of all.",
         "## Mixtures of experts",
         _table(
             ("model", "`model_type`", "other layers", "experts", "in mixed mode", "ranks"),
@@ -320,13 +319,6 @@ def _layers_of(
         for name, layer in model.layers.items()
         if model.parts[name] is part
     }
-
-
-def _versions() -> Iterator[tuple[str, ...]]:
-    for row in read_rows():
-        differs = ", ".join(f"`{name}`" for name in row.differs) or "none"
-        version = f"{row.version}, lower bounds" if row.oldest else row.version
-        yield version, str(row.equal), str(row.refused), differs, row.tests
 
 
 def _judged() -> Iterator[tuple[str, ...]]:

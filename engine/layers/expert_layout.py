@@ -12,7 +12,8 @@ rank routes alike and computes its shard, and each token's output is the sum ove
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class ExpertsInput(NamedTuple):
     """The arguments of an experts module's call.
 
     hidden_states: [tokens, in_features]. top_k_index, top_k_weights: [tokens, top_k]. `is_partial`:
-    an index may be `experts`, for an expert that the module lacks.
+    an index can be `up_experts` or more, for an expert that the module lacks.
     """
 
     hidden_states: Tensor
@@ -56,7 +57,7 @@ class ExpertLayout:
     `up_name`: the parameter before the activation, `gate_up_proj` or `up_proj`. `experts`: the
     number of experts. `inter_features`: the columns after the activation. `is_interleaved`: columns
     of gate and up alternate instead of being contiguous. `identities`: the experts after the last
-    one, which return their input; `up_name` has matrices for them, which are never used.
+    one, which return their input; `up_name` can have matrices for them, which are never used.
     """
 
     up_name: str
@@ -126,10 +127,12 @@ class ExpertLayout:
         if add_down_delta is not None:
             add_down_delta(outer, activated)
         outer = self.finish(module, outer)
-        if call.is_partial or self.identities:
+        if call.is_partial:
             # These rows were not computed, so their contents are undefined.
-            missing = x if self.identities else torch.zeros_like(outer)
-            outer = torch.where((routed.experts >= self.experts)[:, None], missing, outer)
+            outer = torch.where((routed.experts < self.experts)[:, None], outer, 0)
+        if self.identities:
+            is_identity = (routed.experts >= self.experts) & (routed.experts < self.up_experts)
+            outer = torch.where(is_identity[:, None], x, outer)
         pairs = outer[routed.row_of_pair].view(*call.top_k_index.shape, -1)
         weighted = pairs * call.top_k_weights[..., None]
         return weighted.sum(dim=1).to(call.hidden_states.dtype)
@@ -167,7 +170,7 @@ class ExpertLayout:
         self, module: nn.Module, name: str, x: Tensor, experts: Tensor, ends: Tensor
     ) -> Tensor:
         weights: Tensor = getattr(module, name)
-        if self.identities:
+        if len(weights) > self.experts:
             weights = weights[: self.experts]
         matrices = weights.transpose(1, 2) if self.is_transposed else weights
         product = grouped_matmul(x.to(weights.dtype), matrices, ends)
@@ -179,6 +182,8 @@ class ExpertLayout:
 
 def layout_of(module: nn.Module) -> ExpertLayout | None:
     """Return the layout of an experts module; None for any module that is not supported."""
+    if isinstance(module, ParallelExperts):
+        return module.layout
     flags = [getattr(module, name, None) for name in FLAGS]
     if all(flag is None for flag in flags):
         return _observed_layout(module)
@@ -217,7 +222,7 @@ def _observed_layout(module: nn.Module) -> ExpertLayout | None:
     if parameters.keys() != {"gate_up_proj", "down_proj"} or not _accepts_routing(module):
         return None
     up, down = parameters["gate_up_proj"], parameters["down_proj"]
-    is_known = up.ndim == down.ndim == 3 and up.dtype.is_floating_point and not up.is_meta
+    is_known = up.ndim == down.ndim == 3 and up.dtype.is_floating_point
     if not is_known or not isinstance(getattr(module, "act_fn", None), nn.Module):
         return None
     (experts, out_features, inter_features), identities = down.shape, len(up) - len(down)
@@ -226,7 +231,26 @@ def _observed_layout(module: nn.Module) -> ExpertLayout | None:
     sizes = (experts, out_features, inter_features, out_features)
     flags = {"is_gated": True, "is_transposed": False, "is_interleaved": False, "is_biased": False}
     layout = ExpertLayout("gate_up_proj", *sizes, **flags, identities=identities)
-    return layout if _computes(module, layout) else None
+    return layout if _computes(_with_values(module), layout) else None
+
+
+def _with_values(module: nn.Module) -> nn.Module:
+    """Return a module that has weights: itself, or for parameters on meta one with a random expert.
+
+    That expert stands for all of them, so that no whole weight is allocated.
+    """
+    if not any(one.is_meta for one in module.parameters(recurse=False)):
+        return module
+    generator = torch.Generator().manual_seed(0)
+    filled = copy(module)
+    filled._parameters = {
+        name: nn.Parameter(
+            torch.randn(one.shape[1:], generator=generator, device="cpu").expand(one.shape),
+            requires_grad=False,
+        )
+        for name, one in module.named_parameters(recurse=False)
+    }
+    return filled
 
 
 @torch.inference_mode()
@@ -265,8 +289,8 @@ class ParallelExperts(nn.Module):
 
     `whole`: the layout before. `inter_range`: this rank's columns after the activation, None for
     all (tensor parallel). `expert_range`: this rank's experts, None for all (expert parallel). The
-    module has the same attributes as the whole one, so that it can be wrapped like it. Raises
-    ValueError for a module that can't be split.
+    tokens of experts that return their input are added by the leader alone. Raises ValueError for a
+    module that can't be split.
     """
 
     def __init__(self, module: nn.Module, group: ParallelGroup, by_expert: bool) -> None:
@@ -276,21 +300,23 @@ class ParallelExperts(nn.Module):
             raise ValueError(f"{type(module).__name__} is not a supported experts module")
         if getattr(module, "has_post_expert_norm", False):
             raise ValueError("experts with normalised outputs can't be split over ranks")
-        if whole.identities:
-            # Each rank would add the tokens of experts that return their input.
-            raise ValueError("experts that return their input can't be split over ranks")
         self.whole: ExpertLayout = whole
         self.group = group
         self.expert_range = group.shard_range(whole.experts, "experts") if by_expert else None
         self.inter_range = (
             None if by_expert else group.shard_range(whole.inter_features, "expert columns")
         )
-        for name in FLAGS:
-            setattr(self, name, getattr(module, name))
-        # A bound method of the module: it reads attributes that only the module has.
-        self._apply_gate: Callable[[Tensor], Tensor] | None = getattr(module, "_apply_gate", None)
-        if not whole.is_gated:
-            self.act_fn = module.act_fn
+        inter, experts = self.inter_range, self.expert_range
+        self.layout: ExpertLayout = replace(
+            whole,
+            experts=whole.experts if experts is None else len(experts),
+            inter_features=whole.inter_features if inter is None else len(inter),
+            identities=whole.identities if group.is_leader else 0,
+        )
+        name = _activation_name(whole.is_gated)
+        # A bound method of the module, which reads attributes that only the module has, or a layer.
+        name = name if hasattr(module, name) else "act_fn"
+        setattr(self, name, getattr(module, name))
         parameters = list(module.named_parameters(recurse=False))
         self.shards: Mapping[str, ParameterShard] = {
             name: self._shard(name) for name, _ in parameters
@@ -299,28 +325,23 @@ class ParallelExperts(nn.Module):
             part = self.shards[name].take(parameter.detach())
             setattr(self, name, nn.Parameter(part, requires_grad=False))
             module.register_parameter(name, None)
-        self.layout: ExpertLayout = self._shard_layout()
 
     def localized(self, call: ExpertsInput) -> ExpertsInput:
         """Return the call with this rank's numbering of experts."""
-        if self.expert_range is None:
-            return call
-        index = call.top_k_index - self.expert_range.start
-        is_local = (index >= 0) & (index < len(self.expert_range))
-        return call._replace(
-            top_k_index=index.where(is_local, len(self.expert_range)), is_partial=True
-        )
+        index, own = call.top_k_index, self.expert_range
+        if own is None:
+            return call._replace(is_partial=self.layout.identities < self.whole.identities)
+        is_own = (index >= own.start) & (index < own.stop)
+        local = (index - own.start).where(is_own, self.layout.up_experts)
+        if self.layout.identities:
+            identity = index - self.whole.experts
+            local = local.where(identity < 0, identity + len(own))
+        return call._replace(top_k_index=local, is_partial=True)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the whole module's output, [tokens, out_features]; the arguments are whole too."""
         call = self.localized(ExpertsInput(hidden_states, top_k_index, top_k_weights))
         return self.group.all_reduce(self.layout.forward(self, call, self.layout.route(call)))
-
-    def _shard_layout(self) -> ExpertLayout:
-        layout = layout_of(self)
-        if layout is None:
-            raise RuntimeError("a shard of an experts module has no layout")
-        return layout
 
     def _shard(self, name: str) -> ParameterShard:
         """Return this rank's part of a parameter, in the layout of the whole."""

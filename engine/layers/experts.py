@@ -276,7 +276,7 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
             shard = Shard(experts=base.expert_range)
         elif experts > whole.experts:
             # Adapters have matrices for experts that return their input, and nothing reads them.
-            shard = Shard(experts=range(whole.experts))
+            shard = replace(shard, experts=range(whole.experts))
         return SliceShape(
             in_features, out_features, name, kind=ModuleKind.EXPERTS, experts=experts, shard=shard
         )

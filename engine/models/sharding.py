@@ -76,6 +76,8 @@ class Sharding:
             # Whole on every rank; gradients do not exist here.
             "replicated_with_grad_allreduce": _whole,
             "mla_kv_a_proj": _whole,
+            # What these experts return is added by one rank: see `ParallelExperts`.
+            "moe_identity_expert": _whole,
         }
         self._style_by_name = self._read_plan()
         self._heads = self._count_heads()

@@ -23,6 +23,7 @@ from tests.support.models.expert_adapters import (
 )
 from tests.support.models.expert_examples import (
     HIDDEN,
+    IDENTITY_MODULES,
     INTER,
     MODULES,
     SERVED_FAMILIES,
@@ -45,7 +46,7 @@ def pair() -> Iterator[Ranks]:
 
 @SHARES
 @FORMATS
-@pytest.mark.parametrize("family", MODULES)
+@pytest.mark.parametrize("family", MODULES | IDENTITY_MODULES)
 def test_two_ranks_compute_as_one(pair: Ranks, family: str, scheme: str, is_mixed: bool) -> None:
     for found in pair.run("layer", family=family, scheme=scheme, is_mixed=is_mixed):
         assert max(found["errors"]) < ERROR_MAX

@@ -14,9 +14,9 @@ from tests.support.kernels.kernel_cases import NAMES, error_of
 from tests.support.models.expert_examples import (
     EXPERTS,
     IDENTITIES,
+    IDENTITY_MODULES,
     MODULES,
     TOP_K,
-    WHOLE_MODULES,
     Delta,
     add_to_weights,
     make_experts,
@@ -25,7 +25,7 @@ from tests.support.models.expert_examples import (
 
 SLOTS = 3
 IDS = (11, 12, 13)
-ALL = MODULES | WHOLE_MODULES
+ALL = MODULES | IDENTITY_MODULES
 GATED = [name for name in ALL if name != "nemotron_h"]
 WRAPPED = [(name, FusedMoEWithLoRA) for name in ALL] + [
     (name, FusedMoE3DWithLoRA) for name in GATED

@@ -6,9 +6,9 @@ experts, a window shorter than the prompts.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
-from tests.support.models.common_fields import COMMON, POSITIONS, Fields
+from tests.support.models.common_fields import COMMON, POSITIONS, VOCABULARY, Fields
 
 LATENT: Final[Fields] = {"head_dim": 4, "num_key_value_heads": 4}
 """Latent attention, where `head_dim` is that of the rotated part."""
@@ -62,6 +62,21 @@ CODEBOOKS: Final = 2
 
 CODES: Final[Fields] = {"num_codebooks": CODEBOOKS, "audio_channels": 1}
 """A decoder of audio codes, whose rows have several of them at each step."""
+
+INKLING: Final[dict[str, Any]] = {
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 6,
+    "d_rel": 4,
+    "rel_extent": 16,
+}
+
+INKLING2: Final[Fields] = INKLING | {
+    "unpadded_vocab_size": VOCABULARY,
+    "n_layers_per_attn_res_block": 1,
+}
 
 SLIDING: Final[Fields] = {"layer_types": ["sliding_attention", "full_attention"]}
 
@@ -131,6 +146,12 @@ FIELDS: Final[Mapping[str, Fields]] = {
     },
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": LATENT,
+    "dory": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+    },
     "emu3": {"text_config": {}, "vq_config": {"base_channels": 32, "num_res_blocks": 1}},
     "falcon": {"head_dim": None},
     "falcon_h1": {"mamba_d_ssm": 64},
@@ -164,14 +185,15 @@ FIELDS: Final[Mapping[str, Fields]] = {
         "shared_intermediate_size": 16,
     },
     "hy_v4": LATENT,
-    "inkling_text": {
-        "layer_types": ["hybrid_sliding", "hybrid"],
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 6,
-        "d_rel": 4,
-        "rel_extent": 16,
+    "inkling_text": INKLING,
+    "inkling2_text": INKLING2,
+    "inkling2_loop_text": {
+        **INKLING2,
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_gate_rank": 4,
     },
     "jamba": MAMBA_HYBRID,
     "kimi_linear": {

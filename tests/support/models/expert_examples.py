@@ -107,8 +107,8 @@ MODULES = {
 """Modules of each layout: gate and up concatenated (twice), interleaved with biases, no gate."""
 
 
-WHOLE_MODULES = {"longcat_flash": LongcatFlashExperts}
-"""Modules that are not split over ranks: with experts that return their input."""
+IDENTITY_MODULES = {"longcat_flash": LongcatFlashExperts}
+"""Modules with experts that return their input."""
 
 
 def make_experts(name: str, **changes: int) -> nn.Module:
@@ -116,7 +116,7 @@ def make_experts(name: str, **changes: int) -> nn.Module:
     config = family_configs()[name]
     config.update(changes)
     config._experts_implementation = "eager"
-    module = (MODULES | WHOLE_MODULES)[name](config)
+    module = (MODULES | IDENTITY_MODULES)[name](config)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module.eval().requires_grad_(False)

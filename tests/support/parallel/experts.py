@@ -30,7 +30,6 @@ from tests.support.engine.dummies import MODELS, run_dummy
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_adapters import make_model
 from tests.support.models.expert_examples import (
-    EXPERTS,
     HIDDEN,
     TOP_K,
     make_experts,
@@ -109,7 +108,8 @@ class AdaptedExperts:
 
     def outputs(self) -> list[Tensor]:
         """Return outputs of every slot and the base, with all or two of the experts chosen."""
-        spread = [[row % EXPERTS, (row + 1) % EXPERTS] for row in range(len(SLOT_OF_ROW))]
+        every = self.layer.whole.up_experts
+        spread = [[row % every, (row + 1) % every] for row in range(len(SLOT_OF_ROW))]
         routings = [spread, *([pair] * len(SLOT_OF_ROW) for pair in ([0, 1], [3, 2]))]
         plain = self.output((-1, EMPTY, -1), [[0, 3], [1, 2], [2, 3]])
         return [plain, *(self.output(SLOT_OF_ROW, index) for index in routings)]

@@ -34,7 +34,7 @@ from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import AdapterDoesNotFit, ModelRefused
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
-from loradock.engine.layout import ModuleShape, columns_of_one_adapter
+from loradock.engine.layout import ModuleKind, ModuleShape, columns_of_one_adapter
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.saved_weights import WeightsSource
 from loradock.engine.models.sharding import Sharding, shard_model
@@ -109,10 +109,12 @@ def adapter(slot: int, shapes: tuple[ModuleShape, ...]) -> LoRAModel:
     torch.manual_seed(200 + slot)
     rank, loras = RANKS[slot], {}
     for shape in sorted(shapes, key=lambda shape: shape.name):
-        a = torch.randn(rank, shape.in_features) / shape.in_features**0.5
-        b = torch.randn(shape.out_features, rank) / rank**0.5
+        stack = (shape.experts,) if shape.kind is ModuleKind.EXPERTS else ()
+        a = torch.randn(*stack, rank, shape.in_features) / shape.in_features**0.5
+        b = torch.randn(*stack, shape.out_features, rank) / rank**0.5
         if (sum(shape.name.encode()) + slot) % 5:
-            loras[shape.name] = LoRALayerWeights(shape.name, rank, 0.5 * rank, a, b)
+            weights = LoRALayerWeights(shape.name, rank, 0.5 * rank, a, b, kind=shape.kind)
+            loras[shape.name] = weights
     return LoRAModel(slot + 1, rank, loras)
 
 
@@ -216,12 +218,14 @@ def read_in_parts(group: ParallelGroup, directory: str, by_expert: bool = False)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     start = head.data_ptr() - embedding.data_ptr()
     shared = head.nbytes if 0 <= start < embedding.nbytes and head is not embedding else 0
+    saved = model.state_dict()
+    buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
     sharding.check(torch.device("cpu"))
     with torch.inference_mode():
         logits = model(input_ids=torch.arange(3, 9)[None], use_cache=False).logits
     return {
         "read": sharding.bytes_read,
-        "held": sum(parameter.nbytes for parameter in model.parameters()) - shared,
+        "held": sum(tensor.nbytes for tensor in (*model.parameters(), *buffers)) - shared,
         "missing": sorted(missing),
         "kind": type(model).__qualname__,
         "logits": logits.flatten().tolist(),
