@@ -62,7 +62,8 @@ ROOMS: Final = (
     _package(
         "cli",
         "processes messages controller.core controller.log controller.server "
-        "client gateway.options gateway.web",
+        "client gateway.options gateway.web "
+        "gateway.inference.chat_template gateway.inference.model_files",
         "msgspec rich structlog typer",
     ),
     _package(

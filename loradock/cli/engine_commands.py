@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
+from loradock.cli.available import with_rank
 from loradock.cli.context import (
     AsJson,
     InferenceTimeout,
+    check_engine_installed,
     open_client,
     output_of,
     replace_process,
@@ -58,6 +60,8 @@ def run(start: EngineStart, lora: LoRAOptions, options: EngineOptions) -> None:
 
     Each option is also an environment variable: LORADOCK_CONNECT for --connect.
     """
+    check_engine_installed()
+    lora = with_rank(lora, start.adapter_roots)
     process = EngineProcess(start=start, lora=lora, engine=options)
     replace_process(engine_command(process))
 
