@@ -6,8 +6,9 @@ A life-cycle command ends when the adapter has reached the requested state.
 # Heavy modules are imported when a command runs: help and completion answer at once.
 # ruff: noqa: PLC0415
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,6 +30,10 @@ from loradock.cli.context import (
 from loradock.cli.exit_codes import CommandError, ExitCode, ServerNotRunning, failure_of
 from loradock.messages.errors import LoradockError
 from loradock.messages.views import PrefetchTarget
+
+if TYPE_CHECKING:
+    from loradock.client import Client
+    from loradock.messages.requests import AdapterDone
 
 app = typer.Typer()
 
@@ -90,7 +95,7 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per option
                 ctx,
                 as_json,
                 f"loading {name}",
-                lambda client, name=name, place=place: client.load(name, place, replace, timeout),
+                partial(_load, name, place, replace, timeout),
                 verbose=verbose,
             )
         except LoradockError as error:
@@ -104,6 +109,12 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per option
             failure_of(next(iter(failed.values()))).exit_code,
             f"{len(failed)} of {len(chosen)} adapters were not loaded: {', '.join(failed)}",
         )
+
+
+def _load(
+    name: str, path: str, replace: bool, timeout_s: float | None, client: "Client"
+) -> "AdapterDone":
+    return client.load(name, path, replace, timeout_s)
 
 
 def _chosen(ctx: typer.Context, names: list[str], path: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from loradock.messages.events import Event
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SPAN: Final = re.compile(r"([0-9]{1,9})([smhd])")
-_TYPES: Final = tuple(sorted(one.__name__ for one in get_args(Event)))
+_TYPES: Final[tuple[str, ...]] = tuple(sorted(one.__name__ for one in get_args(Event)))
 
 
 def start_of(since: str | None, *, follow: bool) -> tuple[int | None, int]:

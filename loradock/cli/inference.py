@@ -323,14 +323,15 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter per option
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, with or without images, and print the text as it is generated."""
-    text: str | tuple[int, ...] = _prompt(prompt)
+    typed = _prompt(prompt)
+    text: str | tuple[int, ...] = typed
     output = output_of(ctx, as_json)
     if chat and image:
         raise CommandError(
             ExitCode.USAGE, "--chat excludes --image", "the HTTP gateway serves chats with images"
         )
     if chat:
-        message = {"role": "user", "content": text}
+        message = {"role": "user", "content": typed}
         text = read_model_text(ctx, model, chat_template).prompt_of([message])
     has_scores = sampling.logprobs is not None or sampling.prompt_logprobs is not None
     text_of = _token_text(ctx, model, output) if has_scores and not as_json else None

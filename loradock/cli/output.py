@@ -7,7 +7,7 @@ stream.
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -17,7 +17,16 @@ import msgspec
 from rich.box import SIMPLE
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from loradock.cli.exit_codes import Failure
@@ -162,6 +171,18 @@ class Output:
         with Progress(*columns, console=self._errors, transient=True) as progress:
             progress.add_task(label, total=None)
             yield
+
+    @contextmanager
+    def counted(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Show a bar with the share that is done, to which the function that it yields adds."""
+        if self.as_json or not sys.stderr.isatty():
+            yield lambda _: None
+            return
+        columns: tuple[ProgressColumn, ...] = (TextColumn("{task.description}"), BarColumn())
+        columns += (MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._errors, transient=True) as progress:
+            task = progress.add_task(label, total=total)
+            yield lambda count: progress.advance(task, count)
 
     def failure(self, failure: Failure) -> None:
         """Print an error, its hint, and its details or where they are shown."""
