@@ -16,6 +16,7 @@ from loradock.controller.core.controller import Controller
 from loradock.controller.core.counters import TIME_IN
 from loradock.controller.core.world import INFERENCE, Adapter, World
 from loradock.messages import requests
+from loradock.messages.commands import PreemptSlot
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import GPU_SLOT, NO_SLOT, AdapterId, OpId
 from loradock.messages.views import AdapterCounters, AdapterUse, AdapterView, TierView
@@ -195,10 +196,11 @@ def _inference_by_adapter(world: World, running: Set[OpId]) -> dict[str, Counter
     for request_id, pending in world.pending_requests.items():
         if pending.kind in INFERENCE:
             adapter = world.adapters[pending.adapters[0]] if pending.adapters else None
-            # A suspended request has an operation too.
+            # A suspended request has an operation too, and runs until its turn is over.
             is_waiting = not pending.op or (adapter is not None and request_id in adapter.waiters)
-            phase: Phase = "running" if pending.op in running else "queued"
-            found["" if adapter is None else adapter.name]["waiting" if is_waiting else phase] += 1
+            phase: Phase = "waiting" if is_waiting else "queued"
+            phase = "running" if pending.op in running else phase
+            found["" if adapter is None else adapter.name][phase] += 1
     return found
 
 
@@ -214,23 +216,30 @@ def _with_uses(
     names = {adapter.name for adapter in resident if adapter.state == GPU_SLOT}
     names |= inference.keys() - {""}
     shown = sorted(name for name in names if sees is None or sees(name))
-    uses = tuple(_use_of(name, world.current(name), inference[name]) for name in shown)
+    uses = tuple(_use_of(world, name, inference[name]) for name in shown)
     counted = tuple(sorted(states.items()))
     return msgspec.structs.replace(status, states=counted, held=len(world.held), uses=uses)
 
 
-def _use_of(name: str, current: Adapter | None, phases: Counter[Phase]) -> AdapterUse:
-    # During a write or a reset its slot is not ready.
-    is_ready = current is not None and current.state == GPU_SLOT and not current.op
+def _use_of(world: World, name: str, phases: Counter[Phase]) -> AdapterUse:
+    current = world.current(name)
     return AdapterUse(
         name,
-        slot=current.slot if current is not None and is_ready else NO_SLOT,
+        slot=current.slot if current is not None and _is_ready(world, current) else NO_SLOT,
         leases=0 if current is None else current.leases,
         waiters=0 if current is None else len(current.waiters),
         running=phases["running"],
         queued=phases["queued"],
         waiting=phases["waiting"],
     )
+
+
+def _is_ready(world: World, adapter: Adapter) -> bool:
+    """Return whether an adapter's slot is in use: not during a write or a reset, but until its turn
+    is over, which the engine was told of before.
+    """
+    command = world.operations[adapter.op].command if adapter.op else None
+    return adapter.state == GPU_SLOT and (command is None or isinstance(command, PreemptSlot))
 
 
 def _tiers(world: World) -> tuple[TierView, ...]:

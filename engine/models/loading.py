@@ -77,11 +77,11 @@ def load_model(
     """
     # A progress bar would overwrite log lines on stderr.
     disable_progress_bar()
+    with reporting(report):
+        saved = _read(config, lora_config, group)
     if config.torch_device.type == "cuda":
         # It comes first, and takes 0.1 to 0.4 s to plan each new shape of its operands.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    with reporting(report):
-        saved = _read(config, lora_config, group)
     if saved.sharding is None:
         # One rank shards nothing; the sharded classes would only be slower.
         lora_config = replace(lora_config, fully_sharded_loras=False)

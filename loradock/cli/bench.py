@@ -260,8 +260,10 @@ def _tables(result: Result, before: Result | None = None) -> "list[Table | str]"
         "requests": f"{result.answered} of {result.requests} answered",
         "errors": errors or "none",
         "seconds": f"{result.seconds:.2f}",
-        "requests/s": _figure(result.requests_per_s, before and before.requests_per_s),
-        "tokens/s": _figure(result.tokens_per_s, before and before.tokens_per_s),
+        "requests/s": _figure(
+            result.requests_per_s, None if before is None else before.requests_per_s
+        ),
+        "tokens/s": _figure(result.tokens_per_s, None if before is None else before.tokens_per_s),
     }
     table = Table(box=SIMPLE, pad_edge=False)
     for column in ("milliseconds", *(f"p{100 * q:g}" for q in _QUANTILES)):

@@ -37,6 +37,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _POLL_S_MAX = 60.0
+_FIRST_ANSWER_S_MAX = 2.0
 
 
 class Blocking(Generic[InnerT]):
@@ -259,6 +260,23 @@ class BlockingPort(Port):
         return self._use
 
     def flush(self) -> None:
+        """Send the frames that are due; wait for the first answer of a controller, a few seconds.
+
+        It executes nothing of a client that does not know its epoch, and a generation that nothing
+        reads yet would not be sent again.
+        """
+        self._exchange()
+        end = time.monotonic() + _FIRST_ANSWER_S_MAX
+        while len(self.session) and not self.session.knows_epoch and time.monotonic() < end:
+            self._poll(end - time.monotonic())
+            self._exchange()
+
+    def _poll(self, wait_s: float) -> None:
+        """Wait for a frame, at most until a frame is due."""
+        wait_s = min(wait_s, self.session.wake_at() - time.monotonic())
+        self._socket.poll(max(0, math.ceil(1000 * wait_s)))
+
+    def _exchange(self) -> None:
         """Receive the frames that have arrived and send those that are due, without waiting."""
         session, now = self.session, time.monotonic()
         while self._dropped:
@@ -276,9 +294,8 @@ class BlockingPort(Port):
         """Exchange frames until `ready`, at the latest at the call's deadline."""
         with self._use:
             while not ready():
-                wait_s = min(_POLL_S_MAX, self.session.wake_at() - time.monotonic())
-                self._socket.poll(max(0, math.ceil(1000 * wait_s)))
-                self.flush()
+                self._poll(_POLL_S_MAX)
+                self._exchange()
 
     async def in_background(self, function: Callable[[], R]) -> R:
         """Return the function's result."""
@@ -289,7 +306,7 @@ class BlockingPort(Port):
         self._dropped.append(call)
         with suppress(RuntimeError), self._use:
             if not self._socket.closed:
-                self.flush()
+                self._exchange()
 
     def subscribe(self) -> Subscription:
         """Return a new subscription to the events."""

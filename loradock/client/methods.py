@@ -316,7 +316,13 @@ class Methods:
                     client=client,
                 )
                 call = port.session.begin(request, time.monotonic(), timeout_s, attempts)
-                port.flush()
+                try:
+                    port.flush()
+                except BaseException:
+                    # Nothing could cancel it later: an interrupted wait for the first answer.
+                    port.session.abandon(call, time.monotonic())
+                    port.flush()
+                    raise
             return call
 
         return AsyncGeneration(self._port, begin)
@@ -378,8 +384,8 @@ class Methods:
 
 async def _completed(port: Port, call: C) -> C:
     """Send a call that has begun and wait until it is settled; it is then forgotten."""
-    port.flush()
     try:
+        port.flush()
         await port.wait(call, lambda: call.settled)
     finally:
         port.session.forget(call)

@@ -121,6 +121,11 @@ class Session:
         """Return the number of calls in flight."""
         return len(self._calls)
 
+    @property
+    def knows_epoch(self) -> bool:
+        """Whether a controller has answered."""
+        return self._epoch != _UNKNOWN_EPOCH
+
     @overload
     def begin(
         self, request: Generate, now: float, timeout_s: float | None = None, attempts: int = 1

@@ -196,14 +196,14 @@ def loradock_families(
 def _of_controller(status: StatusShown) -> Iterator[Family]:
     counts, uses = dict(status.states), status.uses
     states = {state: counts.get(state, 0) for state in get_args(AdapterState)}
-    leases, waiters = sum(use.leases for use in uses), sum(use.waiters for use in uses)
+    leases = sum(use.leases for use in uses)
     tiers = status.tiers
     for name, text, values in (
-        ("leases", "Requests that the engine has with an adapter in a slot.", leases),
+        ("leases", "Requests that keep their adapter in its slot.", leases),
         (
             "requests_waiting_for_residency",
             "Requests that wait for an adapter to reach its slot.",
-            waiters,
+            status.waiting,
         ),
         ("adapters_held", "Adapters exempt from eviction.", status.held),
         ("requests_pending", "Requests without an answer.", status.requests),

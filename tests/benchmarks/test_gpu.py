@@ -205,7 +205,11 @@ def test_every_operation_is_tested_compiled_and_some_of_its_tests_sanitized() ->
     }
     # A base layer's own product is the library's, where that is faster on a CPU.
     operations = set(choose_kernels("cpu", "cpu")._fields) - {"plan_linear", "variant_of"}
-    assert tested >= {re.sub("(shrink|expand)$", "shrink_expand", name) for name in operations}
+    files = {"shrink": "shrink_expand", "expand": "shrink_expand", "attention": "block_attention"}
+    assert tested >= {
+        re.sub("(shrink|expand|attention)$", lambda found: files[found[0]], name)
+        for name in operations
+    }
     texts = [(Path(__file__).parents[2] / path).read_text() for path in SHARED]
     for part in SANITIZED:
         assert any(re.search(rf"def test_\w*{part}", text) for text in texts), part

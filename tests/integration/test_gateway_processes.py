@@ -228,10 +228,11 @@ def test_the_page_shows_adapters_moving_through_three_slots(running, client):
         for name in ("upper", "count", "spell", "caesar"):
             client.post("/load_lora_adapter", body=module(name), cast_to=str)
             client.completions.create(model=name, prompt="a>", max_tokens=4, temperature=0)
-            slot = f"ul[aria-label='Adapters in gpu-slot'] [data-id='{name}']"
+            slot = f"#tiles [data-id='{name}'][data-state='gpu-slot']"
             visited.wait_for(f'document.querySelector("{slot}")')
         # Three slots: the first one was needed again.
-        visited.wait_for("document.querySelectorAll('#slots li.used').length === 3")
+        full = "document.querySelectorAll(\"#tiles [data-state='gpu-slot']\").length === 3"
+        visited.wait_for(full)
         visited.wait_for(
             "document.getElementById('log').textContent.includes('AdapterDeactivated')"
         )

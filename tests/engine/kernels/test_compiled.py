@@ -27,10 +27,12 @@ RESIDENT_WARPS_MIN = {"bf16": 12, "fp16": 12, "fp32": 8}
 """Fewer can't hide the latency of memory; float32 has twice the bytes in shared memory.
 
 The sums of splits are left out: they read little, and only layers that are sharded by rank launch
-them.
+them. Attention of chunks computes more than it reads, and keeps its sums in registers.
 """
 
-VARIANTS_MAX = 26
+ATTENTION_WARPS_MIN = 8
+
+VARIANTS_MAX = 29
 """Of each architecture and dtype; each is compiled at start for each layer that it is used in."""
 
 SPILLED_BYTES_MAX = 16 if triton.__version__ >= "3.9" else 0
@@ -58,7 +60,9 @@ def test_no_spills_no_atomics_tensor_cores_wide_loads_and_resident_warps(
         assert made.shared_bytes <= SHARED_BYTES_MAX[architecture], job.name
         if job.kernel.__name__ not in SUMS:
             resident = made.resident_warps(job.warps, architecture)
-            assert resident >= RESIDENT_WARPS_MIN[dtype], job.name
+            is_attention = job.kernel.__name__ == "attend_kernel"
+            least = ATTENTION_WARPS_MIN if is_attention else RESIDENT_WARPS_MIN[dtype]
+            assert resident >= least, job.name
         assert made.count(FLOAT_ATOMICS) == 0, job.name
         assert made.count("EXIT") > 0, "no instruction was read"
         if job.kernel.__name__ not in SUMS:
