@@ -9,7 +9,8 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,30 @@ _ROOT: Final = Path(__file__).parents[1]
 _TINY: Final = _ROOT / "examples" / "tiny"
 _ROUNDS: Final = 5
 _HELP: Final = "from loradock.cli.main import app; app()"
+_CLIENT: Final = "from loradock import Client"
+_SIZES: Final = """
+import re, sys
+from importlib.metadata import PackageNotFoundError, distribution
+
+def add(line, found):
+    name = re.match(r"[A-Za-z0-9_.-]+", line)[0].lower()
+    if name in found or "extra ==" in line:
+        return
+    try:
+        files = [file.locate() for file in distribution(name).files or ()]
+    except PackageNotFoundError:
+        return  # It is for another system.
+    found[name] = sum(file.stat().st_size for file in files if file.exists())
+    for required in distribution(name).requires or ():
+        add(required, found)
+
+found = {}
+for line in sys.argv[1:]:
+    add(line, found)
+print(sum(found.values()))
+"""
+"""Prints the bytes of the distributions that the arguments require, as they are installed here."""
+
 _LIBRARIES: Final = "import torch, transformers"
 
 
@@ -38,6 +63,26 @@ def run() -> Iterator[Figure]:
         "<= 150 ms",
         (shown - nothing) * 1000 <= 150,
     )
+    nothing, client = interleave(_of("pass"), _of(_CLIENT), _ROUNDS)
+    yield Figure(
+        "start.client",
+        (client - nothing) * 1000,
+        "ms",
+        f"python -c pass: {nothing * 1000:.0f} ms, which is subtracted",
+        client / nothing,
+        "<= 250 ms",
+        (client - nothing) * 1000 <= 250,
+    )
+    light, whole = _installed_bytes()
+    yield Figure(
+        "start.size",
+        light / 1e6,
+        "MB of files without the extra `serve`",
+        f"with it: {whole / 1e6:.0f} MB",
+        light / whole,
+        "ratio <= 0.15",
+        light <= 0.15 * whole,
+    )
     libraries, engine = interleave(_of(_LIBRARIES), _engine_s, _ROUNDS)
     yield Figure(
         "start.engine",
@@ -48,6 +93,24 @@ def run() -> Iterator[Figure]:
         "ratio <= 1.5",
         engine <= 1.5 * libraries,
     )
+
+
+def _installed_bytes() -> tuple[int, int]:
+    """Return the bytes of what is installed without and with the extra `serve`, and of our own."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    own = sum(
+        path.stat().st_size
+        for name in ("messages", "controller", "engine", "loradock")
+        for path in (_ROOT / name).rglob("*.py")
+    )
+
+    def size(lines: Sequence[str]) -> int:
+        command = [sys.executable, "-c", _SIZES, *lines]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        return own + int(found.stdout)
+
+    light = project["dependencies"]
+    return size(light), size([*light, *project["optional-dependencies"]["serve"]])
 
 
 def _of(code: str, *arguments: str) -> Callable[[], float]:

@@ -117,6 +117,7 @@ __all__ = [
 
 __version__: Final = VERSION
 
+_ENGINE_LIBRARIES = ("torch", "transformers", "triton", "re2", "safetensors", "PIL")
 _CONFIGURATION = ("AdapterBounds", "EngineConfig", "LoRAConfig")
 _ENGINE_ERRORS = ("EngineError", "ModelRefused")
 _ADAPTERS = ("LoRAModel", "LoRARequest", "PEFTHelper")
@@ -131,7 +132,13 @@ def __getattr__(name: str) -> object:
     """Import a public name from its package; raises AttributeError for any other."""
     if name not in __all__:
         raise AttributeError(f"module 'loradock' has no attribute {name!r}")
-    value = _imported(name)
+    try:
+        value = _imported(name)
+    except ModuleNotFoundError as error:
+        if error.name not in _ENGINE_LIBRARIES:
+            raise
+        text = f"loradock.{name} needs {error.name}: pip install 'loradock[serve]'"
+        raise ModuleNotFoundError(text, name=error.name) from error
     # The next use finds it in the module.
     globals()[name] = value
     return value

@@ -88,10 +88,11 @@ class LoRAOptions:
     max_lora_rank: Annotated[
         int,
         option(
-            "Largest LoRA rank to accept: 1, 8, 16, 32, 64, 128, 256, 320 or 512. Adapters with a "
-            "higher rank are refused.",
+            "Largest LoRA rank to accept: 1, 8, 16, 32, 64, 128, 256, 320, 512, or auto for the "
+            "largest below the roots. Adapters with a higher rank are refused.",
             metavar="RANK",
             choices=LORA_RANKS,
+            is_automatic=True,
             is_common=True,
         ),
     ] = 16

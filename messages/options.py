@@ -21,6 +21,9 @@ Unit = Literal["", "bytes", "seconds"]
 
 ENVIRONMENT_PREFIX: Final = "LORADOCK_"
 
+AUTOMATIC: Final = 0
+"""Stands for the word auto until a command has replaced it; never a valid number of its option."""
+
 _UNIT_ENDS: Final = ("_ms", "_s", "_max")
 _METAVARS: Final = {"bytes": "SIZE", "seconds": "SECONDS"}
 
@@ -39,6 +42,7 @@ class Declaration(Struct, frozen=True):
     panel: str = ""
     is_common: bool = False
     is_secret: bool = False
+    is_automatic: bool = False
 
 
 def option(
@@ -50,7 +54,8 @@ def option(
     differs from the field's. `names`: the numbers that can be set, by their names. `flags`: all
     names if there are several, between commas, or with a slash before the name that switches off.
     `former`: the flag of earlier versions, which errors correct. `is_common`: shown by `--help`,
-    not only by `--help-all`. A secret has no environment variable.
+    not only by `--help-all`. A secret has no environment variable. `is_automatic`: a command takes
+    the word auto, as the number `AUTOMATIC`, and replaces it.
     """
     return Meta(description=help_, ge=ge, le=le, extra={"option": Declaration(**more)})
 
@@ -84,6 +89,7 @@ class Option(Struct, frozen=True):
     is_pairs: bool
     is_optional: bool
     is_common: bool
+    is_automatic: bool = False
 
     @property
     def is_scaled(self) -> bool:
@@ -98,6 +104,8 @@ class Option(Struct, frozen=True):
             return self._pairs(value or ()) or (None if self.is_optional else {})
         if self.is_repeated:
             return tuple(value or ()) or (None if self.is_optional else ())
+        if self.is_automatic and isinstance(value, str):
+            return AUTOMATIC if value == "auto" else self.parse_text(value)
         if self.names:
             # An unknown name is no integer, so it is a problem.
             value = dict(self.names).get(value, value)
@@ -261,6 +269,7 @@ def _option(
         is_pairs=is_pairs,
         is_optional=NoneType in alternatives,
         is_common=extra.is_common,
+        is_automatic=extra.is_automatic,
     )
 
 

@@ -64,7 +64,8 @@ ROOMS: Final = (
     _package(
         "cli",
         "processes messages controller.core controller.log controller.server "
-        "client gateway.options gateway.web lab",
+        "client gateway.options gateway.web lab "
+        "gateway.inference.chat_template gateway.inference.model_files",
         "msgspec rich structlog typer",
     ),
     _package(

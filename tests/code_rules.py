@@ -30,6 +30,7 @@ BANNED_IN_CORE = ("open", "print", "input", "id", "hash")
 WALL_CLOCKS = ("time", "time_ns", "now", "utcnow", "today", "CLOCK_REALTIME")
 WALL_CLOCK_PLACES = (
     *("controller/server/inputs.py", "loradock/cli/render.py"),
+    "loradock/cli/event_filter.py",
     *("loradock/gateway/recorder.py", "loradock/gateway/inference/chat_template.py"),
     # Compared with the times of files, which no other clock can be; the wait is bounded.
     "engine/adapters/directory.py",

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from msgspec import NODEFAULT
 
+from loradock.cli.exit_codes import EXIT_MEANINGS, ExitCode
 from loradock.cli.serve.config import ServeOptions
 from loradock.controller.core.limits import Limits
 from loradock.controller.server.config import ServerOptions
@@ -58,9 +59,23 @@ takes several values: in the file a list, in its variable separated by spaces. S
 """
 
 
+_EXIT_CODES: Final = """## Exit codes
+
+Every command ends with one of these; `loradock --help` lists them too. The codes of errors are in
+[the texts of all errors](../tests/golden/pages/errors.md).
+
+| exit code | meaning |
+|--:|---|"""
+
+
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([_HEAD, *(line for section in SECTIONS for line in _section(section))])
+    sections = (line for section in SECTIONS for line in _section(section))
+    return "\n".join([_HEAD, *sections, _EXIT_CODES, *map(_exit_code, ExitCode), ""])
+
+
+def _exit_code(code: ExitCode) -> str:
+    return f"| {code.value} | {EXIT_MEANINGS[code]} |"
 
 
 def _section(section: Section) -> Iterator[str]:

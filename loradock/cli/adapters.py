@@ -3,10 +3,16 @@
 A life-cycle command ends when the adapter has reached the requested state.
 """
 
-from typing import Annotated
+# Heavy modules are imported when a command runs: help and completion answer at once.
+# ruff: noqa: PLC0415
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loradock.cli.available import Available, available, is_pattern, matching
 from loradock.cli.context import (
     QUERY_TIMEOUT_S,
     AdapterArgument,
@@ -15,19 +21,51 @@ from loradock.cli.context import (
     QueryTimeout,
     Timeout,
     complete_adapter,
+    directory_of,
+    open_client,
+    output_of,
     run_request,
+    settings_of,
 )
-from loradock.cli.exit_codes import CommandError, ExitCode
+from loradock.cli.exit_codes import CommandError, ExitCode, ServerNotRunning, failure_of
+from loradock.messages.errors import LoradockError
 from loradock.messages.views import PrefetchTarget
 
+if TYPE_CHECKING:
+    from loradock.client import Client
+    from loradock.messages.requests import AdapterDone
+
 app = typer.Typer()
+
+
+Roots = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--adapter-root",
+        metavar="DIRECTORY",
+        help="Directory to look into; repeat for several. Default: the roots that the server of "
+        "--dir was started with.",
+    ),
+]
+AdapterPatterns = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="ADAPTER...",
+        help="The adapter's name. Several are loaded one after another; 'acme-*' stands for the "
+        "names below the server's roots that match.",
+        autocompletion=complete_adapter,
+    ),
+]
 
 
 @app.command()
 def load(  # noqa: PLR0913, PLR0917 - one parameter per option
     ctx: typer.Context,
-    adapter: AdapterArgument,
+    adapters: AdapterPatterns = None,
     path: PathOption = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="Load every adapter below the server's roots.")
+    ] = False,
     replace: Annotated[
         bool,
         typer.Option(
@@ -49,13 +87,97 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per option
     as_json: AsJson = False,
 ) -> None:
     """Read and check an adapter, and keep it in host memory."""
-    run_request(
-        ctx,
-        as_json,
-        f"loading {adapter}",
-        lambda client: client.load(adapter, path, replace, timeout),
-        verbose=verbose,
-    )
+    chosen = _chosen(ctx, [*(adapters or ()), *(["*"] if every else [])], path)
+    failed = dict[str, LoradockError]()
+    for name, place in chosen.items():
+        try:
+            run_request(
+                ctx,
+                as_json,
+                f"loading {name}",
+                partial(_load, name, place, replace, timeout),
+                verbose=verbose,
+            )
+        except LoradockError as error:
+            if len(chosen) == 1 or isinstance(error, ServerNotRunning):
+                raise
+            failed[name] = error
+            output_of(ctx, as_json, verbose).failure(failure_of(error))
+    if failed:
+        # The exit code is that of the first, whose reason has been printed.
+        raise CommandError(
+            failure_of(next(iter(failed.values()))).exit_code,
+            f"{len(failed)} of {len(chosen)} adapters were not loaded: {', '.join(failed)}",
+        )
+
+
+def _load(
+    name: str, path: str, replace: bool, timeout_s: float | None, client: "Client"
+) -> "AdapterDone":
+    return client.load(name, path, replace, timeout_s)
+
+
+def _chosen(ctx: typer.Context, names: list[str], path: str) -> dict[str, str]:
+    """Return the path of each adapter to load, empty for the path of its name."""
+    if not names:
+        raise CommandError(ExitCode.USAGE, "no adapter is named", "name adapters, or load --all")
+    if path and (len(names) > 1 or is_pattern(names[0])):
+        raise CommandError(
+            ExitCode.USAGE, "--path is the directory of one adapter", "load each with its own"
+        )
+    if path:
+        return {names[0]: path}
+    found = _available(ctx, None) if any(map(is_pattern, names)) else []
+    return matching(names, found)
+
+
+def _available(ctx: typer.Context, roots: list[Path] | None) -> list[Available]:
+    """Return the adapters below roots, by default the roots of the server of `--dir`."""
+    from loradock.cli.last_run import read_last_run
+
+    last = None if settings_of(ctx).address else read_last_run(directory_of(ctx))
+    found = roots or (last.adapter_roots if last else ())
+    if not found:
+        raise CommandError(
+            ExitCode.NOT_FOUND,
+            "the server's --adapter-root is not known on this machine",
+            "run this command on the server's machine, with --dir or --adapter-root",
+        )
+    return available(found, last.max_lora_rank if last else 0)
+
+
+@app.command("adapters")
+def adapters_(
+    ctx: typer.Context,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--available",
+            help="List what lies below the server's roots, with what the server knows of it.",
+        ),
+    ] = False,
+    adapter_root: Roots = None,
+    timeout: QueryTimeout = QUERY_TIMEOUT_S,
+    as_json: AsJson = False,
+) -> None:
+    """List the known adapters, as `list` does, or with --available all below the roots."""
+    from loradock.cli.render import availability
+
+    if not every:
+        list_adapters(ctx, timeout, as_json)
+        return
+    output = output_of(ctx, as_json)
+    found = _available(ctx, adapter_root)
+    try:
+        with open_client(ctx) as client:
+            states = {view.adapter: view.state for view in client.list(timeout).adapters}
+    except ServerNotRunning:
+        # What is on the disk is of use before a server runs.
+        states = {}
+    if as_json:
+        output.document([{**one._asdict(), "state": states.get(one.name)} for one in found])
+    else:
+        output.show(*availability(found, states))
 
 
 @app.command()

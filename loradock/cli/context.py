@@ -31,7 +31,10 @@ _COMPLETION_TIMEOUT_S: Final = 0.3
 
 @dataclass
 class Settings:
-    """The global options, and the output format of the command; `verbose`: errors with details."""
+    """The global options, and the output format of the command; `verbose`: errors with details.
+
+    `context`: the name of the server, empty if it has none.
+    """
 
     directory: str | None = None
     as_json: bool = False
@@ -39,6 +42,7 @@ class Settings:
     key: str = ""
     server_key: str = ""
     verbose: bool = False
+    context: str = ""
 
 
 def completions(ctx: typer.Context, names: "Callable[[Client], Iterable[str]]") -> list[str]:
@@ -110,10 +114,17 @@ def settings_of(ctx: typer.Context) -> Settings:
 
 
 def directory_of(ctx: typer.Context) -> Path:
-    """Return the controller's directory."""
+    """Return the controller's directory; raises `CommandError` for a controller elsewhere."""
     from loradock.client.sockets import runtime_directory
 
-    return runtime_directory(settings_of(ctx).directory)
+    settings = settings_of(ctx)
+    if settings.address:
+        raise CommandError(
+            ExitCode.USAGE,
+            f"this command works on the directory of a server, and {settings.address} is elsewhere",
+            "run it on the server's machine, or name a directory here with --dir",
+        )
+    return runtime_directory(settings.directory)
 
 
 def output_of(ctx: typer.Context, as_json: bool, verbose: bool = False) -> "Output":
@@ -170,6 +181,23 @@ def lock_holder(directory: Path) -> int:
         if (device, int(inode)) == (status.st_dev, status.st_ino) and fields[4].isdecimal():
             return int(fields[4])
     return 0
+
+
+def _is_installed(library: str) -> bool:
+    """Return whether a package is found, without importing it, which takes seconds."""
+    return any((Path(place) / library).is_dir() for place in sys.path)
+
+
+def check_engine_installed() -> None:
+    """Raise `CommandError` if this installation has no libraries for an engine."""
+    missing = [name for name in ("torch", "transformers") if not _is_installed(name)]
+    if missing:
+        raise CommandError(
+            ExitCode.USAGE,
+            f"an engine needs {' and '.join(missing)}, not installed here",
+            "install them with pip install 'loradock[serve]', or serve with --engine external and "
+            "run the engine on another machine",
+        )
 
 
 def replace_process(command: Sequence[str]) -> NoReturn:

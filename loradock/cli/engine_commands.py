@@ -13,11 +13,14 @@ import signal
 import time
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import typer
 
+from loradock.cli.available import with_rank
 from loradock.cli.context import (
     AsJson,
     InferenceTimeout,
+    check_engine_installed,
     open_client,
     output_of,
     replace_process,
@@ -53,11 +56,22 @@ app.add_typer(engine_app, name="engine")
 
 @engine_app.command()
 @with_options
-def run(start: EngineStart, lora: LoRAOptions, options: EngineOptions) -> None:
+def run(
+    ctx: typer.Context,
+    start: EngineStart,
+    lora: LoRAOptions,
+    options: EngineOptions,
+    as_json: AsJson = False,
+) -> None:
     """Run an engine for a server that was started with --engine external.
 
     Each option is also an environment variable: LORADOCK_CONNECT for --connect.
     """
+    output_of(ctx, as_json)
+    if as_json:
+        start = msgspec.structs.replace(start, log_format="json")
+    check_engine_installed()
+    lora = with_rank(lora, start.adapter_roots)
     process = EngineProcess(start=start, lora=lora, engine=options)
     replace_process(engine_command(process))
 

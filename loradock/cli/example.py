@@ -7,6 +7,8 @@ from typing import Annotated, Final
 
 import typer
 
+from loradock.cli.context import AsJson, output_of
+
 app = typer.Typer()
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
@@ -18,15 +20,21 @@ _PARTS: Final = ("model", "adapters")
 
 @app.command()
 def example(
+    ctx: typer.Context,
     directory: Annotated[
         Path, typer.Argument(metavar="DIRECTORY", help="Directory to write; must not exist yet.")
     ],
+    as_json: AsJson = False,
 ) -> None:
     """Write an example to serve: a model of 0.8 million parameters and eight adapters, 7 MB.
 
     It changes words of lower-case letters: the adapter reverse answers olleh to "hello>".
     """
+    output = output_of(ctx, as_json)
     write_example(directory)
+    if as_json:
+        output.document({name: directory / name for name in _PARTS})
+        return
     typer.echo(
         f"{directory} has a model and eight adapters. Serve them, then use another terminal:\n"
         f"  loradock serve --model {directory}/model --adapter-root {directory}/adapters "

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import typer
 
-from loradock.cli.context import Settings, replace_process, settings_of
+from loradock.cli.context import AsJson, Settings, output_of, replace_process, settings_of
 from loradock.cli.exit_codes import CommandError, ExitCode
 from loradock.cli.options import with_options
 from loradock.gateway.options import GatewayConfig, GatewayOptions, GatewayStart, parse_address
@@ -19,11 +19,14 @@ app = typer.Typer()
 
 @app.command()
 @with_options
-def gateway(ctx: typer.Context, start: GatewayStart, options: GatewayOptions) -> None:
+def gateway(
+    ctx: typer.Context, start: GatewayStart, options: GatewayOptions, as_json: AsJson = False
+) -> None:
     """Serve the OpenAI protocol, metrics and a page over HTTP, for a server that runs here.
 
     Each option is also an environment variable: LORADOCK_SSL_KEYFILE for --ssl-keyfile.
     """
+    output_of(ctx, as_json)
     config = gateway_config(
         settings_of(ctx),
         options,
@@ -32,6 +35,8 @@ def gateway(ctx: typer.Context, start: GatewayStart, options: GatewayOptions) ->
         start.adapter_roots,
         start.max_model_len,
     )
+    if as_json:
+        config = msgspec.structs.replace(config, log_format="json")
     replace_process(process_command("gateway", config))
 
 

@@ -9,7 +9,7 @@ one result per text, in the order of the texts.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
@@ -21,10 +21,12 @@ from loradock.cli.context import (
     AdapterOption,
     AsJson,
     InferenceTimeout,
+    complete_adapter,
     open_client,
     output_of,
 )
 from loradock.cli.exit_codes import CommandError, ExitCode
+from loradock.cli.model_text import ModelOption, TemplateOption, find_model, read_model_text
 from loradock.cli.options import with_options
 from loradock.messages.options import option
 from loradock.messages.prompts import LOGPROBS_MAX, N_MAX, Sampling, Structure
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from loradock.messages.views import TokenLogprob
 
 app = typer.Typer()
+
+TokenText = Callable[[int], str]
 
 _STRUCTURES: Final = ("json_schema", "regex", "choice")
 
@@ -266,12 +270,29 @@ Priority = Annotated[
     ),
 ]
 Since = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        min=0,
-        metavar="EVENT",
-        help="Start after the event with this number; 0 starts with the oldest. Default: now with "
-        "--follow, the oldest with --no-follow.",
+        metavar="EVENT|TIME",
+        help="Start after the event with this number, 0 for the oldest, or with the events of the "
+        "last time, for example 10m (s, m, h or d). Default: now with --follow, the oldest with "
+        "--no-follow.",
+    ),
+]
+OfAdapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        "-a",
+        metavar="PATTERN",
+        help="Print only events of adapters whose names match, for example 'acme-*'; repeat for "
+        "several.",
+        autocompletion=complete_adapter,
+    ),
+]
+OfTypes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--type", metavar="TYPE", help="Print only events of this type; repeat for several."
     ),
 ]
 Follow = Annotated[bool, typer.Option(help="Continue with new events until Ctrl-C.")]
@@ -293,12 +314,27 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter per option
     image: Images = None,
     priority: Priority = 0,
     attempts: Attempts = 1,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user's message of a chat.")
+    ] = False,
+    model: ModelOption = None,
+    chat_template: TemplateOption = None,
     timeout: InferenceTimeout = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, with or without images, and print the text as it is generated."""
-    text = _prompt(prompt)
+    typed = _prompt(prompt)
+    text: str | tuple[int, ...] = typed
     output = output_of(ctx, as_json)
+    if chat and image:
+        raise CommandError(
+            ExitCode.USAGE, "--chat excludes --image", "the HTTP gateway serves chats with images"
+        )
+    if chat:
+        message = {"role": "user", "content": typed}
+        text = read_model_text(ctx, model, chat_template).prompt_of([message])
+    has_scores = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+    text_of = _token_text(ctx, model, output) if has_scores and not as_json else None
     with (
         open_client(ctx) as client,
         client.generate(
@@ -311,7 +347,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter per option
             **sampling.fields(),
         ) as running,
     ):
-        _print_generation(output, running, sampling.n)
+        _print_generation(output, running, GeneratedText(output, sampling.n, text_of))
 
 
 def _prompt(prompt: str) -> str:
@@ -323,9 +359,16 @@ def _prompt(prompt: str) -> str:
         raise CommandError(ExitCode.USAGE, f"stdin is not UTF-8 text: {error}") from error
 
 
-def _print_generation(output: "Output", running: "Generation", count: int) -> None:
+def _token_text(ctx: typer.Context, model: Path | None, output: "Output") -> TokenText | None:
+    """Return the texts of tokens; None, with a note, if the model is not known on this machine."""
+    if find_model(ctx, model):
+        return read_model_text(ctx, model).token_text
+    output.note("tokens are shown by their ids: --model names a directory with the tokenizer")
+    return None
+
+
+def _print_generation(output: "Output", running: "Generation", shown: "GeneratedText") -> None:
     started = time.monotonic()
-    shown = GeneratedText(output, count)
     with output.progress("waiting for the first token"):
         chunk = next(running, None)
     while chunk is not None:
@@ -351,8 +394,10 @@ class GeneratedText:
     outputs are printed whole, each below its number, as they end.
     """
 
-    def __init__(self, output: "Output", count: int) -> None:
+    def __init__(self, output: "Output", count: int, text_of: TokenText | None = None) -> None:
+        """`text_of`: the quoted text of a token, None to print its id alone."""
         self._output = output
+        self._text_of = text_of
         self._count = count
         self._texts = [""] * count
         self._prompt: tuple[TokenLogprob | None, ...] = ()
@@ -401,25 +446,31 @@ class GeneratedText:
         """Print a line per token: its id, log-probability, rank, and the most likely tokens."""
         for entry in scores:
             if entry is not None:
-                best = "  ".join(f"{token} {logprob:.4f}" for token, logprob in entry.top)
-                line = f"{name} {entry.token:>7} {entry.logprob:>10.4f} rank {entry.rank}"
-                self._output.text(f"{line}  {best}".rstrip() + "\n")
+                best = "  ".join(f"{self._shown(token)} {score:.4f}" for token, score in entry.top)
+                line = f"{name} {self._shown(entry.token):>7} {entry.logprob:>10.4f}"
+                self._output.text(f"{line} rank {entry.rank}  {best}".rstrip() + "\n")
+
+    def _shown(self, token: int) -> str:
+        return str(token) if self._text_of is None else f"{token} {self._text_of(token)}"
 
 
 @app.command()
-def events(
+def events(  # noqa: PLR0913, PLR0917 - one parameter per option
     ctx: typer.Context,
     since: Since = None,
     follow: Follow = True,
     snapshot: WithSnapshot = False,
+    adapter: OfAdapters = None,
+    event_type: OfTypes = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the life-cycle events, in order and without gaps."""
+    from loradock.cli.event_filter import EventFilter, start_of
     from loradock.cli.render import event_line
-    from loradock.messages.events import Published
 
     output = output_of(ctx, as_json)
-    start = 0 if since is None and not follow else since
+    start, since_ns = start_of(since, follow=follow)
+    selected = EventFilter(adapter or (), event_type or (), start or 0, since_ns)
     with open_client(ctx) as client:
         newest = client.status().events_seq
         if start is not None and start > newest:
@@ -427,11 +478,9 @@ def events(
             if not follow:
                 raise CommandError(ExitCode.NOT_FOUND, text)
             output.remark(f"{text}; waiting for event {start + 1}")
-        after, start = start, None if start is None else min(start, newest)
+            start = newest
         with client.events(start, follow, snapshot) as stream:
-            for item in stream:
-                if after is not None and isinstance(item, Published) and item.seq <= after:
-                    continue
+            for item in filter(selected.has, stream):
                 if as_json:
                     output.document(item)
                 else:

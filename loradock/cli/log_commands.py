@@ -163,7 +163,7 @@ def verify(ctx: typer.Context, as_json: AsJson = False) -> None:
     with open_log(directory_of(ctx)) as log_directory:
         files = (*log_directory.glob("*.log"), *log_directory.glob("*.snap"))
         size_bytes = sum(file.stat().st_size for file in files)
-        with output.progress("reading the log", size_bytes) as advance:
+        with output.progress("reading the log", size_bytes, in_bytes=True) as advance:
             result = verify_log(log_directory, observed(advance))
     fields = {**result.segments._asdict(), "corruption": None}
     if result.segments.corruption is not None:
@@ -242,6 +242,9 @@ def _readable_value(value: Any) -> str:
     return str(value)
 
 
+AlwaysJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON, as it does without this; errors are JSON too.")
+]
 Retention = Annotated[
     str,
     typer.Option(
@@ -270,11 +273,12 @@ def dump(
     until: Annotated[
         int | None, typer.Option(min=1, metavar="SEQ", help="The last record. Default: all.")
     ] = None,
+    as_json: AlwaysJson = True,
 ) -> None:
     """Print the log's records as JSON, one per line, of any version's log that can be read."""
     from loradock.controller.log.segments import read
 
-    output = output_of(ctx, as_json=True)
+    output = output_of(ctx, as_json)
     with open_log(directory_of(ctx)) as log_directory:
         for seq, epoch, record in read(log_directory, first_seq):
             if until is not None and seq > until:
@@ -289,6 +293,7 @@ def export(
     file: Annotated[
         Path | None, typer.Argument(help="The file to write, a new one. Default: stdout.")
     ] = None,
+    as_json: AlwaysJson = True,
 ) -> None:
     """Write the adapters and their goals as JSON, for `log import` of this or another version.
 
@@ -298,6 +303,7 @@ def export(
 
     from loradock.controller.log.exports import export_state
 
+    output_of(ctx, as_json)
     with open_log(directory_of(ctx)) as log_directory:
         state = export_state(log_directory)
     document = msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n"

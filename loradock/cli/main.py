@@ -8,8 +8,10 @@ from typing import Annotated, Any, Final, NoReturn
 import typer
 
 from loradock.cli.context import Settings, settings_of
+from loradock.cli.contexts import chosen
 from loradock.cli.exit_codes import EXIT_MEANINGS, CommandError, ExitCode, failure_of
 from loradock.cli.help import USAGE_ERROR, WIDTH_MAX, Entry, OverviewGroup
+from loradock.cli.words import ANSWERS, command_for, for_serve
 from loradock.messages import VERSION
 from loradock.messages.errors import LoradockError
 
@@ -67,9 +69,15 @@ COMMANDS: Final = {
             "Run an engine for a server elsewhere, or restart the engine.",
         ),
         Entry("keys", "keys", "Make keys, and decide which keys can connect to the server."),
+        Entry("context", "contexts", "Name servers, and choose the server that commands are for."),
     ),
     "Adapters": (
         Entry("load", "adapters", "Read and check an adapter, and keep it in host memory."),
+        Entry(
+            "adapters",
+            "adapters",
+            "List the known adapters, as `list` does, or with --available all below the roots.",
+        ),
         Entry("list", "adapters", "List every known adapter and where it is."),
         Entry(
             "show",
@@ -110,6 +118,11 @@ COMMANDS: Final = {
             "generate",
             "inference",
             "Continue a prompt, with or without images, and print the text as it is generated.",
+        ),
+        Entry(
+            "chat",
+            "chat",
+            "Chat with the model: one message per line, /help lists what else can be typed.",
         ),
         Entry(
             "embed",
@@ -171,6 +184,8 @@ COMMANDS: Final = {
 
 
 _JSON: Final = "--json"
+_GLOBAL: Final = ("--dir", "--address", "--key", "--server-key", "--context")
+"""The global options with a value; they are accepted after the command too."""
 
 
 def _end(
@@ -181,7 +196,14 @@ def _end(
     from loradock.cli.output import Output
 
     failure, settings = failure_of(error), settings_of(ctx)
-    Output(settings.as_json, settings.verbose).failure(failure)
+    if settings.context:
+        failure = failure._replace(
+            line=f"[{settings.context}] {failure.line}",
+            fields={**failure.fields, "context": settings.context},
+        )
+    # The format is not known yet if the command itself could not be read.
+    is_json = settings.as_json or ctx.meta[_JSON]
+    Output(is_json, settings.verbose).failure(failure)
     raise typer.Exit(failure.exit_code) from cause
 
 
@@ -194,6 +216,10 @@ def load(module: str) -> typer.Typer:  # noqa: C901, PLR0912 - a case per module
             from loradock.cli.adapters import app as found
         case "bench":
             from loradock.cli.bench import app as found
+        case "chat":
+            from loradock.cli.chat import app as found
+        case "contexts":
+            from loradock.cli.contexts import app as found
         case "engine_commands":
             from loradock.cli.engine_commands import app as found
         case "example":
@@ -231,9 +257,51 @@ class Commands(OverviewGroup):
     exit_codes = tuple((str(code.value), text) for code, text in EXIT_MEANINGS.items())
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Read the global options, and note the format of errors in the others."""
+        """Read the global options, also those after the command; note the format of errors."""
         ctx.meta[_JSON] = _JSON in args
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, self._with_global_first(ctx, args))
+
+    def _with_global_first(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move global options that follow a command before it, unless the command has them too."""
+        front, rest, is_end = list[str](), list[str](), False
+        words = iter(args)
+        for word in words:
+            flag, equals, _ = word.partition("=")
+            is_end = is_end or word == "--"
+            if is_end or flag not in _GLOBAL or self._has_option(ctx, rest, flag):
+                rest.append(word)
+                continue
+            front += [word, *([] if equals else [next(words, "")])]
+        return front + rest
+
+    def _has_option(self, ctx: Any, words: list[str], flag: str) -> bool:
+        """Return whether the command that `words` begins with has an option of its own."""
+        command: Any = self
+        for place, word in enumerate(words):
+            name = word if place else command_for(word)
+            if name not in getattr(command, "commands", {}):
+                break
+            command = command.commands[name]
+        return command is not self and any(flag in one.opts for one in command.get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first word names, here or in another program."""
+        word, *rest = args
+        if word == "help":
+            if not rest:
+                typer.echo(ctx.get_help())
+                raise typer.Exit
+            word, *rest = (*rest, "--help")
+        if word in ANSWERS:
+            raise CommandError(ExitCode.USAGE, f"{word!r} is not a command", ANSWERS[word])
+        name = command_for(word)
+        if name == "serve":
+            params = self.commands[name].get_params(ctx)
+            rest = for_serve(
+                rest,
+                frozenset(f for one in params if getattr(one, "is_flag", False) for f in one.opts),
+            )
+        return super().resolve_command(ctx, [name, *rest])
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -245,8 +313,6 @@ class Commands(OverviewGroup):
         except USAGE_ERROR as error:
             if not ctx.meta[_JSON]:
                 raise
-            # The arguments could not be read, so neither was their format.
-            settings_of(ctx).as_json = True
             hint = f"`{(error.ctx or ctx).command_path} --help` lists what is allowed"
             _end(ctx, CommandError(ExitCode.USAGE, error.format_message(), hint), error)
         except (LoradockError, CommandError, OSError) as error:
@@ -258,7 +324,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"max_content_width": WIDTH_MAX},
+    context_settings={"max_content_width": WIDTH_MAX, "help_option_names": ["--help", "-h"]},
     help=_HELP,
 )
 
@@ -270,7 +336,7 @@ def _version(is_requested: bool) -> None:
 
 
 @app.callback()
-def main(
+def main(  # noqa: PLR0913, PLR0917 - one parameter per option
     ctx: typer.Context,
     directory: Annotated[
         str | None,
@@ -309,6 +375,16 @@ def main(
             show_default=False,
         ),
     ] = "",
+    context: Annotated[
+        str,
+        typer.Option(
+            envvar="LORADOCK_CONTEXT",
+            metavar="NAME",
+            help="The server's name, as `loradock context add` has stored it, instead of --dir and "
+            "--address. Default: the server of `loradock context use`.",
+            show_default=False,
+        ),
+    ] = "",
     version: Annotated[
         bool,
         typer.Option(
@@ -318,7 +394,7 @@ def main(
 ) -> None:
     """Store the global options."""
     del version  # Its callback has already ended the program.
-    ctx.obj = Settings(directory, False, address, key, server_key)
+    ctx.obj = chosen(Settings(directory, False, address, key, server_key), context)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def _type(option: Option) -> tuple[Any, Any, dict[str, Any]]:
     if option.is_repeated:
         has_numbers = option.kind is int and not option.is_pairs
         return (list[int] if has_numbers else list[str]) | None, None, {}
-    if option.unit == "bytes" or option.names:
+    if option.unit == "bytes" or option.names or option.is_automatic:
         return str, option.shown(option.default), {}
     if option.kind not in (int, float):
         kind = option.kind | None if option.is_optional else option.kind

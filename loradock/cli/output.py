@@ -20,6 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
@@ -167,22 +168,25 @@ class Output:
             self._errors.print(safe(text), style="dim", soft_wrap=True)
 
     @contextmanager
-    def progress(self, label: str, size_bytes: int = 0) -> Iterator[Callable[[int], None]]:
+    def progress(
+        self, label: str, total: int = 0, *, in_bytes: bool = False
+    ) -> Iterator[Callable[[int], None]]:
         """Show a label and the elapsed time on a terminal; both are erased afterwards.
 
-        With `size_bytes`, what it yields is called with the number of bytes done since the last
-        call, and the part done and an estimate of the time left are shown too.
+        With a `total`, what it yields is called with the amount done since the last call, and
+        the part done and an estimate of the time left are shown too.
         """
         if self.as_json or not sys.stderr.isatty():
             yield lambda _: None
             return
         columns: list[ProgressColumn] = [SpinnerColumn(), TextColumn("{task.description}")]
-        if size_bytes:
-            columns += [BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()]
+        if total:
+            amount = DownloadColumn(binary_units=True) if in_bytes else MofNCompleteColumn()
+            columns += [BarColumn(), amount, TimeRemainingColumn()]
         columns.append(TimeElapsedColumn())
         with Progress(*columns, console=self._errors, transient=True) as progress:
-            task = progress.add_task(label, total=size_bytes or None)
-            yield lambda done_bytes: progress.advance(task, done_bytes)
+            task = progress.add_task(label, total=total or None)
+            yield lambda done: progress.advance(task, done)
 
     def failure(self, failure: Failure) -> None:
         """Print an error, its hint, and its details or where they are shown."""

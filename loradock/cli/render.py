@@ -3,12 +3,13 @@
 import math
 import operator
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 
+from loradock.cli.available import Available
 from loradock.cli.output import FittingTable, Renderable, field_table, safe
 from loradock.client.calls import Classification, Embedding
 from loradock.client.streams import EventItem, Gap, Snapshot
@@ -185,6 +186,23 @@ def _row(view: AdapterView) -> tuple[str, ...]:
         str(view.evictions),
         str(view.failures) if view.failures else "",
     )
+
+
+def availability(found: Sequence[Available], states: Mapping[str, str]) -> list[Renderable]:
+    """Return a table of adapters below the roots; `states`: what the server knows of them."""
+    if not found:
+        return ["no directory below the roots has an adapter_config.json"]
+    rows = (
+        (
+            one.name,
+            str(one.rank) if one.rank else "-",
+            format_size(one.size_bytes),
+            "; ".join(filter(None, (states.get(one.name, "not loaded"), one.problem))),
+            one.path,
+        )
+        for one in found
+    )
+    return [FittingTable(("adapter", "rank", "size", "state", "path"), rows)]
 
 
 def state_text(view: AdapterView) -> str:

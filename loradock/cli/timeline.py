@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from loradock.cli.context import directory_of
+from loradock.cli.context import directory_of, output_of
 from loradock.cli.exit_codes import CommandError, ExitCode
 from loradock.messages.events import Published
 
@@ -30,13 +30,23 @@ Out = Annotated[
         help="HTML file to write, which can save the picture as SVG. Default: stdout.",
     ),
 ]
+AsEvents = Annotated[
+    bool, typer.Option("--json", help="Print the events that would be drawn, one per line.")
+]
 
 
 @app.command()
-def timeline(ctx: typer.Context, first: From = 0, last: To = None, output: Out = None) -> None:
+def timeline(
+    ctx: typer.Context,
+    first: From = 0,
+    last: To = None,
+    output: Out = None,
+    as_json: AsEvents = False,
+) -> None:
     """Draw the adapters of a log over time: a lane per slot, loads, evictions and failures."""
     from loradock.gateway import web
 
+    lines = output_of(ctx, as_json)
     if output is not None and output.suffix != ".html":
         raise CommandError(ExitCode.USAGE, f"{output} must end in .html; its page saves an SVG")
     found = [
@@ -46,6 +56,10 @@ def timeline(ctx: typer.Context, first: From = 0, last: To = None, output: Out =
     ]
     if not found:
         raise CommandError(ExitCode.NOT_FOUND, "there are no events in this part of the log")
+    if as_json:
+        for published in found:
+            lines.document(published)
+        return
     text = web.timeline(found)
     if output is None:
         typer.echo(text)

@@ -1,6 +1,8 @@
 """The load test of `bench`: which requests it sends, and what it reports."""
 
 import itertools
+import json
+import signal
 
 import pytest
 
@@ -8,7 +10,8 @@ from loradock.cli.bench import quantiles
 from loradock.cli.exit_codes import ExitCode
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
-from tests.support.simulation.command_runs import run, run_json
+from tests.support.simulation.command_runs import run, run_json, start_command
+from tests.support.waiting import HANG_S, wait_until
 
 
 def refuse_all(controller):
@@ -62,3 +65,33 @@ def test_quantiles_are_measured_values():
     assert quantiles([]) == {}
     assert quantiles([3.0]) == {"p50": 3.0, "p90": 3.0, "p99": 3.0}
     assert quantiles([float(n) for n in range(101)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+
+
+def test_two_runs_are_compared(controller, tmp_path):
+    options = ("--requests", "2", "--ignore-eos")
+    first = run("bench", *options, "--json", directory=controller.directory)
+    assert all(one.sampling.ignore_eos for one in controller.requests(rq.Generate))
+    (tmp_path / "first.json").write_text(first.stdout)
+    words = ("--compare", str(tmp_path / "first.json"))
+    assert "%)" in run("bench", *options, *words, directory=controller.directory).stdout
+    (tmp_path / "first.json").write_text("{}")
+    refused = run("bench", *options, *words, directory=controller.directory)
+    assert refused.exit_code == ExitCode.USAGE
+
+
+def test_an_interruption_prints_what_was_measured(controller):
+    answer, count = controller._generate, itertools.count()
+
+    def some(request):
+        return answer(request) if next(count) < 3 else None
+
+    controller.answers[rq.Generate] = some
+    words = ("bench", "--requests", "9", "--concurrency", "1", "--json")
+    process = start_command(*words, directory=controller.directory)
+    # The fourth request is not answered.
+    assert wait_until(lambda: len(controller.requests(rq.Generate)) > 3)
+    process.send_signal(signal.SIGINT)
+    result, text = process.communicate(timeout=HANG_S)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert json.loads(result)["answered"] == 3
+    assert "3 of 9 were answered" in text

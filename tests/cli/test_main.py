@@ -43,3 +43,14 @@ def test_the_version_is_written_in_one_place():
     assert "version" in project["project"]["dynamic"]
     source = project["tool"]["setuptools"]["dynamic"]["version"]
     assert source == {"attr": "loradock.messages.VERSION"}
+
+
+def test_every_command_has_json_for_programs():
+    def commands(name, command):
+        for each, one in getattr(command, "commands", {}).items():
+            yield from commands(f"{name} {each}", one)
+        if not hasattr(command, "commands"):
+            yield name, command
+
+    for name, command in commands("loradock", typer.main.get_command(app)):
+        assert any("--json" in one.opts for one in command.params), name

@@ -72,6 +72,7 @@ def test_the_commands_of_a_document_do_what_it_shows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, directory: Path, document: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     executed = 0
     for steps in blocks(document):
         for step in steps:

@@ -121,7 +121,7 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
     listed = rq.AdaptersListed("1", (moving, msgspec.structs.replace(now, waiting=3)), 7)
     yield "top --once", [top.screen(None, top.Reading(0.0, status, listed))]
     durations = {"p50": 0.0123, "p90": 0.4567, "p99": 12.3456}
-    measured = bench.Result(100, {"L011": 2}, 12.5, 7.8, 249.6, durations, durations, durations)
+    measured = bench.Result(100, 98, {"L011": 2}, 12.5, 7.8, 249.6, durations, durations, durations)
     yield "bench", bench._tables(measured)
     request = control.RequestView("c" * 16 + ":17", "generate", "upper", "running", 65_000, 112)
     yield "requests", renderables(control.RequestsListed("1", (request,), 3))

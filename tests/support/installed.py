@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Collection
 from pathlib import Path
 
 from tests.support.sources import PROGRAM, ROOT
@@ -20,8 +21,11 @@ def run(*command: object, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def install(directory: Path) -> Path:
-    """Build and install; return the environment's directory with its programs."""
+def install(directory: Path, without: Collection[str] = ()) -> Path:
+    """Build and install; return the environment's directory with its programs.
+
+    `without`: the libraries of this environment that the other one does not have.
+    """
     wheel = build(directory)
     environment = directory / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment)
@@ -30,7 +34,15 @@ def install(directory: Path) -> Path:
     run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel)
     # Only the directory is added: what its own .pth files name, as this checkout, is not.
     [packages] = environment.glob("lib/python*/site-packages")
-    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    libraries = Path(sysconfig.get_path("purelib"))
+    if without:
+        visible = directory / "libraries"
+        visible.mkdir()
+        for path in libraries.iterdir():
+            if path.name.partition(".")[0] not in without and path.suffix != ".pth":
+                (visible / path.name).symlink_to(path)
+        libraries = visible
+    (packages / "libraries.pth").write_text(str(libraries))
     return environment / "bin"
 
 

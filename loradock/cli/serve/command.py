@@ -12,9 +12,11 @@ from typing import Annotated
 import msgspec
 import typer
 
+from loradock.cli.available import available, with_rank
 from loradock.cli.context import (
     AsJson,
     Settings,
+    check_engine_installed,
     directory_of,
     lock_holder,
     output_of,
@@ -22,9 +24,9 @@ from loradock.cli.context import (
 )
 from loradock.cli.exit_codes import CommandError, ExitCode
 from loradock.cli.gateway import gateway_config
+from loradock.cli.last_run import LastRun, changes, read_last_run, run_of, write_last_run
 from loradock.cli.options import read_config_file, with_options
 from loradock.cli.serve.config import ServeConfig, ServeOptions
-from loradock.cli.serve.last_run import changes, read_last_run, run_of, write_last_run
 from loradock.controller.core.limits import Limits, LimitsError, check_limits
 from loradock.controller.server.config import ServerConfig, ServerOptions
 from loradock.controller.server.preloads import DefaultPaths
@@ -50,6 +52,16 @@ ConfigFile = Annotated[
 ]
 
 
+CheckOnly = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        rich_help_panel="Server",
+        help="Check everything that is checked at a start, print it, and end without serving.",
+    ),
+]
+
+
 @app.command()
 @with_options
 def serve(  # noqa: PLR0913, PLR0917 - one parameter per group of options
@@ -61,6 +73,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per group of options
     engine: EngineOptions,
     gateway: GatewayOptions,
     config: ConfigFile = None,
+    check: CheckOnly = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a controller and its engine until Ctrl-C; both are restarted if they die or hang.
@@ -70,6 +83,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per group of options
     del config  # Its callback has made its values the defaults.
     if as_json:
         options = msgspec.structs.replace(options, log_format="json")
+    lora = with_rank(lora, options.adapter_roots)
     output_of(ctx, options.log_format == "json")
     _check_limits(limits)
     _check_policy(server.policy)
@@ -85,8 +99,32 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per group of options
         server_config, options, lora, engine, _gateway(ctx, options, engine, gateway)
     )
     _check_start(serve_config)
+    if check:
+        _report_check(ctx, serve_config, as_json)
+        return
     _record_start(serve_config)
     _run(ctx, serve_config, as_json)
+
+
+def _report_check(ctx: typer.Context, config: ServeConfig, as_json: bool) -> None:
+    """Print what would be served; the engine's own checks, which load the model, are not made."""
+    from loradock.cli.log_commands import print_fields
+
+    options, lora = config.options, config.lora
+    found = available(options.adapter_roots, lora.max_lora_rank)
+    fields = {
+        "checked": True,
+        "directory": config.server.directory,
+        "model": options.model,
+        "adapter_roots": options.adapter_roots,
+        "adapters": len(found),
+        "not_loadable": {one.name: one.problem for one in found if one.problem} or None,
+        "max_lora_rank": lora.max_lora_rank,
+        "max_loras": config.server.limits.max_loras,
+        "http": options.http or None,
+        "listen": options.listen or None,
+    }
+    print_fields(output_of(ctx, as_json), fields)
 
 
 def _preloads(options: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -116,6 +154,7 @@ def _check_start(config: ServeConfig) -> None:
     directory, options = Path(config.server.directory), config.options
     try:
         if options.engine == "managed":
+            check_engine_installed()
             start_checks.check_start(start_checks.start_of(config))
         endpoint(directory.absolute(), "requests.sock")
         check_controller_directory(directory)
@@ -138,10 +177,16 @@ def _check_start(config: ServeConfig) -> None:
     _confirm_changes(config)
 
 
+def _run_of(config: ServeConfig) -> LastRun:
+    options, server = config.options, config.server
+    rank = config.lora.max_lora_rank
+    return run_of(options.model, server.limits, server.policy, options.adapter_roots, rank)
+
+
 def _confirm_changes(config: ServeConfig) -> None:
     """Require a confirmation or an option if adapters would be evicted or refused."""
     directory, options = Path(config.server.directory), config.options
-    now = run_of(options.model, config.server.limits, config.server.policy)
+    now = _run_of(config)
     changed = changes(read_last_run(directory), now)
     if not changed or options.accept_changes:
         return
@@ -160,7 +205,7 @@ def _confirm_changes(config: ServeConfig) -> None:
 def _record_start(config: ServeConfig) -> None:
     """Record what the directory is served with, for the check of the next start."""
     directory = Path(config.server.directory)
-    now = run_of(config.options.model, config.server.limits, config.server.policy)
+    now = _run_of(config)
     try:
         write_last_run(directory, now)
     except OSError as error:

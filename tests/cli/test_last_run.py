@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from loradock.cli.exit_codes import ExitCode
-from loradock.cli.serve import supervisor
-from loradock.cli.serve.last_run import (
+from loradock.cli.last_run import (
     changes,
     read_last_run,
     run_of,
     write_last_run,
 )
+from loradock.cli.serve import supervisor
 from loradock.cli.serve.supervisor import Ended
 from loradock.controller.core.limits import Limits
 from tests.support.parallel.processes import TINY

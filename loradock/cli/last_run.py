@@ -3,6 +3,7 @@
 Adapters of the directory would be evicted, or refused by the other model.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,16 +22,30 @@ _CAPACITIES: Final = (
 
 
 class LastRun(Struct, frozen=True):
-    """The content of the file; `model` is empty for an engine that is started elsewhere."""
+    """The content of the file; `model` is empty for an engine that is started elsewhere.
+
+    `adapter_roots` and `max_lora_rank` are for commands that look at adapters before they are
+    loaded; empty and 0 if not known.
+    """
 
     model: str
     limits: dict[str, int]
     policy: str
+    adapter_roots: tuple[str, ...] = ()
+    max_lora_rank: int = 0
 
 
-def run_of(model: str, limits: Limits, policy: str) -> LastRun:
+def run_of(
+    model: str, limits: Limits, policy: str, roots: Sequence[str] = (), max_lora_rank: int = 0
+) -> LastRun:
     """Return what a server is started with."""
-    return LastRun(str(Path(model).resolve()) if model else "", limits_to(limits), policy)
+    return LastRun(
+        str(Path(model).resolve()) if model else "",
+        limits_to(limits),
+        policy,
+        tuple(str(Path(root).resolve()) for root in roots),
+        max_lora_rank,
+    )
 
 
 def read_last_run(directory: Path) -> LastRun | None:

@@ -1,0 +1,59 @@
+"""Chats: what is sent for typed lines, and token texts of `generate --logprobs`."""
+
+import json
+
+import pytest
+
+from loradock.cli.exit_codes import ExitCode
+from loradock.messages import requests as rq
+from tests.support.parallel.processes import TINY
+from tests.support.simulation.command_runs import run
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
+
+
+@pytest.fixture
+def words(tmp_path):
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    return ("--model", str(TINY / "model"), "--chat-template", str(tmp_path / "template.jinja"))
+
+
+def sent(controller):
+    """Return the adapters and the texts of the prompts; the tiny model has a token per byte."""
+    found = controller.requests(rq.Generate)
+    return [(one.adapter, bytes(one.prompt).decode()) for one in found]
+
+
+def test_a_chat_has_a_history_a_system_prompt_and_an_adapter(controller, words):
+    typed = "a\n\nb\n/adapter\n/system S\nc\n/clear\nd\n/show\n/unknown\n/quit\ne\n"
+    shown = run("chat", "-a", "upper", *words, directory=controller.directory, stdin=typed)
+    assert shown.exit_code == 0, shown.output
+    assert sent(controller) == [
+        ("upper", "u:a|"),
+        ("upper", "u:a|a:one|u:b|"),
+        (None, "s:S|u:a|a:one|u:b|a:one|u:c|"),
+        (None, "s:S|u:d|"),
+    ]
+    assert "system: S\nuser: d\nassistant: one\n" in shown.stdout
+    assert "/adapter [NAME]" in shown.stdout
+
+
+def test_a_chat_for_programs_prints_a_document_per_answer(controller, words):
+    shown = run("chat", "--json", *words, directory=controller.directory, stdin="a\n")
+    answer = {"role": "assistant", "content": "one", "adapter": None}
+    assert [json.loads(line) for line in shown.stdout.splitlines()] == [answer]
+
+
+def test_generate_sends_a_message_and_shows_the_texts_of_tokens(controller, words):
+    shown = run("generate", "--chat", "a", *words, directory=controller.directory)
+    assert shown.exit_code == 0, shown.output
+    assert sent(controller) == [(None, "u:a|")]
+
+
+def test_without_a_template_or_a_model_nothing_is_sent(controller):
+    model = ("--model", str(TINY / "model"))
+    for words, reason in ((model, "has no chat template"), ((), "not known on this machine")):
+        refused = run("chat", *words, directory=controller.directory, stdin="a\n")
+        assert refused.exit_code == ExitCode.NOT_FOUND
+        assert reason in refused.stderr
+    assert controller.received == []
