@@ -102,6 +102,29 @@ def test_the_image_has_all_that_the_package_is_built_from() -> None:
     assert {*needed, "examples/tiny"} <= copied.keys()
 
 
+def test_the_image_is_built_from_what_it_copies_alone() -> None:
+    kept = re.findall(r"^!(.*)$", (DEPLOY.parent / ".dockerignore").read_text(), re.M)
+    copied = [line.split()[1:-1] for line in joined_lines("Dockerfile") if line.startswith("COPY ")]
+    assert sorted(kept) == sorted(source for sources in copied for source in sources)
+
+
+def test_the_steps_make_the_user_and_the_files_of_the_unit() -> None:
+    steps = (DEPLOY / "README.md").read_text()
+    lines = [line for line in joined_lines("systemd/loradock.service") if "=" in line]
+    options = dict(line.split("=", 1) for line in lines)
+    words = unit("loradock.service")
+    environment = Path(words[0]).parent.parent
+    for step in (
+        f"useradd --system --home-dir /var/lib/{options['StateDirectory']} .* {options['User']}",
+        f"python3 -m venv {environment}",
+        f"cp -r .* {words[words.index('--model') + 1]}",
+        f"cp -r .* {words[words.index('--adapter-root') + 1]}",
+        f"install -m 0600 /dev/null {options['EnvironmentFile']}",
+        f"{words[0]} --dir {words[words.index('--dir') + 1]} ready",
+    ):
+        assert re.search(rf"^\$ .*{step}", steps, re.M), step
+
+
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     command = shutil.which("systemd-analyze")
     if command is None:
@@ -142,6 +165,11 @@ def promtool(*arguments: Any, **options: Any) -> Any:
 
 def test_prometheus_accepts_the_alert_rules() -> None:
     result = promtool("check", "rules", str(DEPLOY / "prometheus/alerts.yaml"))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_prometheus_accepts_the_scrape_configuration() -> None:
+    result = promtool("check", "config", str(DEPLOY / "prometheus/prometheus.yml"))
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -123,6 +123,11 @@ def allowed_hosts(config: GatewayConfig, keys: ApiKeys) -> frozenset[str] | None
     return named.union(LOCAL_HOSTS, (config.host.lower(),))
 
 
+def is_open(config: GatewayConfig, keys: ApiKeys) -> bool:
+    """Return whether other machines can use a gateway without any key or certificate."""
+    return not (keys.are_needed or config.ssl_ca_certs or _is_loopback(config.host))
+
+
 def _is_loopback(host: str) -> bool:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     address = str(found[0][4][0])

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 
+import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from loradock.gateway.http.security import (
     ExactPaths,
     allowed_hosts,
     configured_keys,
+    is_open,
     with_cors,
 )
 from loradock.gateway.inference.anthropic import AnthropicMessages
@@ -37,12 +39,20 @@ from loradock.gateway.page import Page, Past
 from loradock.gateway.server.gateway import Gateway
 from loradock.gateway.server.health import Health, Info
 
+log = structlog.get_logger("gateway")
+
 
 def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -> ASGIApp:
     """Return the application of a gateway; raises `OSError` and `ValueError` for wrong keys."""
     environment = os.environ if environment is None else environment
     config = gateway.config
     keys = ApiKeys(configured_keys(config, environment))
+    if is_open(config, keys):
+        log.warning(
+            "anyone who reaches this address can use the server: no API key is set",
+            host=config.host,
+            hint="set LORADOCK_API_KEY, or name a file with --api-key-file",
+        )
     updating = allows_updating(config, environment)
     table = [one for owner in _owners(gateway) for one in endpoints_of(owner)]
     root = root_path_of(config)

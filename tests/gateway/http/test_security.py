@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from loradock.gateway.http.security import ApiKeys, allowed_hosts, configured_keys
+from loradock.gateway.http.security import ApiKeys, allowed_hosts, configured_keys, is_open
 from loradock.gateway.options import GatewayConfig, GatewayOptions
 from tests.support.gateway.served import Served, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
@@ -135,3 +136,25 @@ def test_hosts_are_compared_where_a_web_page_could_reach_the_gateway() -> None:
     assert hosts(("key",)) is hosts(ssl_certfile="c") is hosts(host="0.0.0.0") is None
     assert hosts(("key",), allowed_hosts=("A",), host="0.0.0.0") == own | {"a", "0.0.0.0"}
     assert hosts(allowed_hosts=("*",)) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "expected"),
+    [
+        ((), {"host": "0.0.0.0"}, True),
+        ((), {"host": "0.0.0.0", "ssl_certfile": "c"}, True),
+        ((), {"host": "0.0.0.0", "ssl_ca_certs": "c"}, False),
+        ((), {"host": "127.0.0.1"}, False),
+        (("key",), {"host": "0.0.0.0"}, False),
+    ],
+)
+def test_an_open_gateway_is_seen(keys: Any, options: Any, expected: bool) -> None:
+    assert is_open(GatewayConfig(**options), ApiKeys(keys)) is expected
+
+
+def test_a_gateway_that_serves_everyone_warns(tmp_path: Path) -> None:
+    with StandIn(tmp_path) as controller, capture_logs() as logs:
+        for host, lines in (("127.0.0.1", 0), ("0.0.0.0", 1)):
+            with serve_gateway(controller, host=host):
+                found = [one for one in logs if "no API key is set" in one["event"]]
+                assert len(found) == lines
