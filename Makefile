@@ -155,8 +155,8 @@ wire: $(STAMP)  ## write the messages of docs/wire.md
 damages: $(STAMP)  ## write the table of damaged logs in docs/operating.md
 	$(BIN)/python -m tests.support.simulation.log_damages
 
-options: $(STAMP)  ## write docs/options.md
-	$(BIN)/python -m tests.option_page
+reference: $(STAMP)  ## write the reference pages: options, client, metrics, states and events
+	$(BIN)/python -m tests.reference
 
 supported: $(STAMP)  ## write the tables of SUPPORTED.md and README.md
 	$(BIN)/python -m tests.supported

@@ -32,21 +32,21 @@ class AdapterAccepted(Message, frozen=True):
 
 
 class AdapterCached(Message, frozen=True):
-    """unregistered or evicted -> cpu-cached; 0 as duration: found in an inventory."""
+    """The weights are in host memory: cpu-cached. A duration of 0: an engine already had them."""
 
     adapter: AdapterName
     duration_ns: int = 0
 
 
 class AdapterPinned(Message, frozen=True):
-    """cpu-cached -> pinned; 0 as duration: found in an inventory."""
+    """The weights are packed for a copy: pinned. A duration of 0: an engine already had them."""
 
     adapter: AdapterName
     duration_ns: int = 0
 
 
 class AdapterActivated(Message, frozen=True):
-    """pinned -> gpu-slot; 0 as duration: found in an inventory."""
+    """The adapter is in a slot: gpu-slot. A duration of 0: an engine already had it there."""
 
     adapter: AdapterName
     slot: Slot
@@ -55,20 +55,20 @@ class AdapterActivated(Message, frozen=True):
 
 
 class AdapterDeactivated(Message, frozen=True):
-    """gpu-slot -> pinned."""
+    """The adapter left its slot: pinned."""
 
     adapter: AdapterName
     slot: Slot
 
 
 class AdapterUnpinned(Message, frozen=True):
-    """pinned -> cpu-cached."""
+    """The packed weights were dropped: cpu-cached."""
 
     adapter: AdapterName
 
 
 class AdapterEvicted(Message, frozen=True):
-    """Any resident state -> evicted."""
+    """All weights were dropped: evicted, by the policy, by a request, or with the engine."""
 
     adapter: AdapterName
     reason: EvictionReason
@@ -166,14 +166,14 @@ class ControllerResumed(Message, frozen=True):
 
 
 class EngineAttached(Message, frozen=True):
-    """An engine is attached; reconciliation continues."""
+    """An engine is attached: adapters are moved towards their goals again."""
 
     engine_id: str
     model: str
 
 
 class EngineDetached(Message, frozen=True):
-    """The engine is lost, and with it all weights."""
+    """The engine is lost, and with it all weights: every adapter is evicted."""
 
     engine_id: str
     reason: str

@@ -255,7 +255,7 @@ def _of_counters(counters: AdapterCounters) -> Iterator[Family]:
     for name, text, value in (
         ("stalls", "Waits of adapters for room.", counters.stalls),
         ("slot_hits", "Requests that found their adapter in a slot.", counters.hits),
-        ("slot_misses", "Requests that did not.", counters.misses),
+        ("slot_misses", "Requests that did not find their adapter in a slot.", counters.misses),
         ("prefetches", "Requests to prefetch.", counters.prefetches),
         (
             "residency_wait_seconds",
@@ -264,10 +264,18 @@ def _of_counters(counters: AdapterCounters) -> Iterator[Family]:
         ),
         ("policy_evictions", "Adapters moved down for others.", counters.evictions),
         ("served", "Inferences that ended.", counters.served),
-        ("served_prompt_tokens", "Their prompts' tokens.", counters.prompt_tokens),
-        ("served_output_tokens", "Their output's tokens.", counters.output_tokens),
+        (
+            "served_prompt_tokens",
+            "Tokens of the prompts of inferences that ended.",
+            counters.prompt_tokens,
+        ),
+        (
+            "served_output_tokens",
+            "Tokens of the outputs of inferences that ended.",
+            counters.output_tokens,
+        ),
         ("prefix_hits", "Prompts that reused another one's KV cache.", counters.prefix_hits),
-        ("prefix_tokens", "Tokens of prompts that were reused.", counters.prefix_tokens),
+        ("prefix_tokens", "Tokens of prompts whose KV cache was reused.", counters.prefix_tokens),
     ):
         yield _counter(f"loradock_{name}", text, value)
 
@@ -286,9 +294,9 @@ def _of_engine(engine: EngineStatistics) -> Iterator[Family]:
         ("engine_running", "Requests in the batch.", engine.running),
         ("engine_waiting", "Requests in the engine's queue.", engine.waiting),
         ("kv_cache_bytes", "Memory of keys and values.", engine.kv_bytes),
-        ("kv_cache_bytes_max", "Its budget; 0: none.", engine.kv_bytes_max),
-        ("arena_bytes", "Memory of adapters on the device.", engine.arena_bytes),
-        ("arena_bytes_max", "The size of that memory.", engine.arena_bytes_max),
+        ("kv_cache_bytes_max", "Budget of keys and values; 0: none.", engine.kv_bytes_max),
+        ("arena_bytes", "Memory of adapters on the device in use.", engine.arena_bytes),
+        ("arena_bytes_max", "Memory reserved for adapters on the device.", engine.arena_bytes_max),
         (
             "device_allocated_bytes",
             "Memory that the engine allocated on a GPU.",

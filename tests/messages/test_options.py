@@ -15,10 +15,6 @@ from tests import option_page
 ALL = [found for page in option_page.SECTIONS for found in options_of(page.owner)]
 
 
-def test_the_page_of_options_is_up_to_date():
-    assert option_page.PAGE.read_text() == option_page.page(), "run `make options`"
-
-
 @pytest.mark.parametrize("found", ALL, ids=lambda found: found.flag)
 def test_an_option_says_what_holds_without_it(found):
     assert re.search(r"[.)]$", found.help), found.help
