@@ -32,8 +32,13 @@ from tests.wire_format import table
 DOCS: Final = ROOT / "docs"
 _MODULE: Final = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])")
 _DEFAULTS: Final = re.compile(r"Timing\(.*?\)")
-_ALIASES: Final = {"TextPrompt": TextPrompt, "ImageSource": library.ImageSource}
-_UNPACKED: Final = "*<class 'SamplingOptions'>"
+_ALIASES: Final = {
+    **{
+        _MODULE.sub("", str(kind)): name
+        for name, kind in (("TextPrompt", TextPrompt), ("ImageSource", library.ImageSource))
+    },
+    "*<class 'SamplingOptions'>": "SamplingOptions",
+}
 _MARKUP: Final = str.maketrans({"|": "\\|", "<": "&lt;", "*": "\\*"})
 
 
@@ -141,12 +146,10 @@ def _of_class(name: str) -> Iterator[str]:
 def _signature(name: str, function: Callable[..., Any]) -> str:
     found = inspect.signature(function)
     arguments = [one for one in found.parameters.values() if one.name not in ("self", "context")]
-    text = str(found.replace(parameters=arguments))
-    for alias, kind in _ALIASES.items():
-        text = text.replace(inspect.formatannotation(kind), alias)
-    return name + _DEFAULTS.sub(
-        "Timing()", _MODULE.sub("", text).replace(_UNPACKED, "SamplingOptions")
-    )
+    text = _MODULE.sub("", str(found.replace(parameters=arguments)))
+    for kind, alias in _ALIASES.items():
+        text = text.replace(kind, alias)
+    return name + _DEFAULTS.sub("Timing()", text)
 
 
 def _link_of(result: object) -> str:
