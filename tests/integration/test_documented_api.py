@@ -22,6 +22,7 @@ from loradock.engine.manager import (
     create_lora_manager,
 )
 from loradock.engine.punica import LoRAMapping, LoRAMappingType
+from tests.support.documents import blocks_of
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.manager_examples import (
     CLASSES,
@@ -246,6 +247,15 @@ def test_the_documented_loader_reads_what_the_manager_accepts(tmp_path: Path) ->
     manager.activate_adapter(3)
     manager.set_adapter_mapping(mapping_of(3, 0))
     check_rows(manager, {3: CONTENTS[0]}, 3, 0)
+
+
+def test_the_program_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = blocks_of("docs/from-vllm.md")
+    CONTENTS[0].save(tmp_path / "adapters" / "sql")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = {"model": load_base(), "tokens": torch.tensor([PROMPT])}
+    exec(block.text, names)
+    check_rows(names["manager"], {1: CONTENTS[0]}, 1)
 
 
 def test_pin_and_evict() -> None:

@@ -1,12 +1,12 @@
-"""The commands of the documents for users, executed block by block on one server.
+"""The blocks of code in the documents: each is executed, or says why not.
 
-The server is a process, the other commands run in this one.
+All pages share one server; the commands run in this process. The README's first use is also typed
+into a shell, with a server of its own.
 """
 
 import asyncio
 import io
 import re
-import shlex
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,102 +17,77 @@ from rich.console import Console
 
 from examples.demo_arrival import show_arrivals
 from loradock.client import AsyncClient
-from tests.support.engine.serve_process import serve, status_once
-from tests.support.parallel.processes import ROOT, TINY
+from tests.support.document_runs import SharedServer, as_typed
+from tests.support.documents import PAGES, Block, blocks_of, steps_of
+from tests.support.parallel.processes import TINY
 from tests.support.simulation.command_runs import run
+from tests.support.sources import ROOT
 from tests.support.waiting import HANG_S
 
-DOCUMENTS: Final = ("README.md", "docs/operating.md", "docs/quickstart.md")
-_BLOCK: Final = re.compile(r"```console\n(.*?)```", re.S)
-_PLACEHOLDER: Final = re.compile(r"\b(HOST|PORT|DIRECTORY|FILE|NAME|DIR)\b")
+EXECUTED: Final = ("console", "python", "toml")
+SHOWN: Final = ("mermaid", "text")
+"""What the generator of a page writes, and compares."""
+
+_NOT_HERE: Final = re.compile(r"not run: .{10}|run by (?P<test>tests/\S+\.py)$")
 
 
-class Step:
-    """A command of a block, and the lines that are shown after it."""
-
-    def __init__(self, words: str, shown: list[str]) -> None:
-        self.words = words
-        self.shown = shown
+def is_run_here(block: Block) -> bool:
+    return block.language in EXECUTED and not _NOT_HERE.match(block.note)
 
 
-def blocks(document: str) -> list[list[Step]]:
-    """The console blocks of a document, without those of other programs."""
-    found = []
-    for block in _BLOCK.findall((ROOT / document).read_text()):
-        steps: list[Step] = []
-        for line in block.splitlines():
-            if line.startswith("$ "):
-                steps.append(Step(line[2:].partition(" #")[0].strip(), []))
-            elif steps:
-                steps[-1].shown.append(line)
-        if steps and all(one.words.startswith("loradock ") for one in steps):
-            found.append(steps)
-    return found
+WITH_BLOCKS: Final = [page for page in PAGES if any(map(is_run_here, blocks_of(page)))]
 
 
-def commands(words: str) -> Iterator[list[str]]:
-    for command in words.removesuffix("&").split("&&"):
-        _, *arguments = shlex.split(command)
-        yield arguments
+@pytest.mark.parametrize("page", PAGES)
+def test_a_block_is_executed_or_says_why_not(page: str) -> None:
+    assert "\n\n    " not in re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
+    for block in blocks_of(page):
+        elsewhere = _NOT_HERE.match(block.note)
+        assert elsewhere or block.language in (*EXECUTED, *SHOWN), block
+        if elsewhere and elsewhere["test"]:
+            assert Path(page).name in (ROOT / elsewhere["test"]).read_text(), block
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    found = tmp_path_factory.mktemp("served") / "d"
-    options = ("--max-loras", "3", "--max-lora-rank", "64", "--adapter", "reverse=reverse")
-    with serve(found, *options) as process:
-        status_once(found, lambda status: bool(status.engine_id))
-        yield found
-        if process.poll() is None:
-            process.kill()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    yield from SharedServer(tmp_path_factory.mktemp("served")).running()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_commands_of_a_document_do_what_it_shows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, directory: Path, document: str
+@pytest.fixture(scope="module")
+def directory(server: SharedServer) -> Path:
+    return server.directory
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_the_blocks_of_a_page_do_what_it_shows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: SharedServer, page: str
 ) -> None:
+    reader = server.reader(tmp_path, monkeypatch)
+    for block in filter(is_run_here, blocks_of(page)):
+        reader.follow(block)
+
+
+def test_the_first_use_runs_as_it_is_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    executed = 0
-    for steps in blocks(document):
-        for step in steps:
-            if step.words.endswith("&"):
-                assert_is_an_option_of_serve(step.words)
-                continue
-            for arguments in commands(step.words):
-                if arguments[0] == "stop" or _PLACEHOLDER.search(step.words):
-                    continue
-                result = run(*arguments, directory=directory)
-                assert result.exit_code == 0, (step.words, result.output)
-                executed += 1
-            if step.shown:
-                assert result.stdout.splitlines() == step.shown, step.words
-    assert executed >= 3
+    monkeypatch.delenv("LORADOCK_DIR", raising=False)
+    as_typed([*filter(is_run_here, blocks_of("README.md"))], tmp_path)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_a_command_after_the_start_of_a_server_waits_until_it_is_ready(document: str) -> None:
-    text = (ROOT / document).read_text()
-    starts = 0
-    for block in _BLOCK.findall(text):
-        lines = [line for line in block.splitlines() if line.startswith("$ ")]
-        for line, following in pairwise(lines):
-            if line.startswith("$ loradock serve") and line.endswith("&"):
-                starts += 1
-                assert following.startswith("$ loradock ready"), line
-    assert starts
-
-
-def assert_is_an_option_of_serve(words: str) -> None:
-    """The paths exist, and the options are known; the fixture has started such a server."""
-    (arguments,) = commands(words)
-    assert arguments[0] == "serve"
-    shown = run("serve", "--help").stdout
-    for place, word in enumerate(arguments):
-        if word.startswith("--"):
-            assert f"{word} " in shown
-        if word in ("--model", "--adapter-root"):
-            assert (ROOT / arguments[place + 1]).is_dir()
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_a_server_is_waited_for_and_ends_before_the_next(page: str) -> None:
+    steps = [
+        step.words
+        for block in blocks_of(page)
+        if block.language == "console" and is_run_here(block)
+        for step in steps_of(block)
+    ]
+    runs = False
+    for words, following in pairwise([*steps, ""]):
+        if words.startswith("loradock serve") and words.endswith("&"):
+            assert not runs, words
+            runs = True
+            assert not following or re.match("loradock ready|curl --retry", following), words
+        runs = runs and words != "loradock stop"
 
 
 def test_the_default_output_fits_the_context(directory: Path) -> None:
@@ -141,10 +116,20 @@ def test_arrivals_of_the_demo_are_shown_and_their_outputs_are_right(directory: P
     assert re.search(r"both requests were answered within \d+ ms", shown)
 
 
-def test_a_stop_ends_the_server_and_its_engine_is_not_lost(directory: Path) -> None:
+def test_a_stop_ends_the_server_and_its_engine_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: SharedServer
+) -> None:
+    directory = server.directory
     assert run("stop", "--timeout", str(HANG_S), directory=directory).exit_code == 0
     log = directory.with_suffix(".log").read_text()
     assert "a client has stopped the server" in log
     assert "engine lost" not in log
     assert "\x1b" not in log
     assert TINY.is_dir()
+    assert server.process is not None
+    assert server.process.wait(HANG_S) == 0
+    server.has_ended = True
+    reader = server.reader(tmp_path, monkeypatch)
+    for page in WITH_BLOCKS:
+        for block in blocks_of(page):
+            reader.follow(block)
