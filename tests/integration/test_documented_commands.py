@@ -7,15 +7,18 @@ into a shell, with a server of its own.
 import asyncio
 import io
 import re
+import shlex
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from rich.console import Console
+from typer.main import get_command
 
 from examples.demo_arrival import show_arrivals
+from loradock.cli.main import app
 from loradock.client import AsyncClient
 from tests.support.document_runs import SharedServer, as_typed
 from tests.support.documents import PAGES, Block, blocks_of, steps_of
@@ -46,6 +49,27 @@ def test_a_block_is_executed_or_says_why_not(page: str) -> None:
         assert elsewhere or block.language in (*EXECUTED, *SHOWN), block
         if elsewhere and elsewhere["test"]:
             assert Path(page).name in (ROOT / elsewhere["test"]).read_text(), block
+
+
+def options_of(command: Any) -> set[str]:
+    return {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_a_command_in_a_sentence_exists(page: str) -> None:
+    root, text = get_command(app), (ROOT / page).read_text().replace("\n", " ")
+    # Words of other programs, which `serve` knows too.
+    others = {"--host", "--port", "--enable-lora"}
+    for words in re.findall(r"`loradock ([^`]+)`", text):
+        command: Any = root
+        known = options_of(root) | others | {"--help"}
+        for word in shlex.split(words):
+            if word in getattr(command, "commands", {}):
+                command = command.commands[word]
+                known |= options_of(command)
+            elif word.startswith("--"):
+                assert word.partition("=")[0] in known, words
+        assert command is not root or words.startswith("--"), words
 
 
 @pytest.fixture(scope="module")
