@@ -158,6 +158,10 @@ damages: $(STAMP)  ## write the table of damaged logs in docs/operating.md
 reference: $(STAMP)  ## write the reference pages: options, client, metrics, states and events
 	$(BIN)/python -m tests.reference
 
+docs: $(STAMP)  ## build the site of the documents in build/site; dead links and anchors are errors
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs . build/site
+	cp build/site/README.html build/site/index.html
+
 supported: $(STAMP)  ## write the tables of SUPPORTED.md and README.md
 	$(BIN)/python -m tests.supported
 

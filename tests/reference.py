@@ -77,7 +77,7 @@ from loradock import AsyncClient
 async def main() -> None:
     async with AsyncClient() as client:
         await client.load("upper")
-        answers = (client.generate("hello>", name, max_tokens=16) for name in ("reverse", "upper"))
+        answers = [client.generate("hello>", name) for name in ("reverse", "upper")]
         print(await asyncio.gather(*(answer.text() for answer in answers)))
 
 

@@ -82,7 +82,7 @@ def directory(server: SharedServer) -> Path:
     return server.directory
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS)
+@pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if page != "README.md"])
 def test_the_blocks_of_a_page_do_what_it_shows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: SharedServer, page: str
 ) -> None:

@@ -149,18 +149,11 @@ _MARK: Final = "@ step"
 def as_typed(blocks: Sequence[Block], folder: Path) -> None:
     """Type blocks into a shell in a new folder, from the start of a server to its stop."""
     (folder / "examples").symlink_to(ROOT / "examples")
-    script, expected = ["set -euo pipefail", 'trap "kill 0" ERR'], []
-    for block in blocks:
-        if block.language == "python":
-            script.append(f"echo '{_MARK}'\npython - <<'BLOCK'\n{block.text}BLOCK")
-            expected.append([])
-            continue
-        for words, shown in steps_of(block):
-            script.append(f"echo '{_MARK}'\n{words}")
-            expected.append(shown)
-    assert script[-1].endswith("loradock stop")
-    (folder / "typed.sh").write_text("\n".join([*script, "wait", ""]))
-    shown = run_program("setsid", "--wait", "bash", "typed.sh")
-    _, *outputs = shown.split(f"{_MARK}\n")
-    for output, lines in zip(outputs, expected, strict=True):
-        assert not lines or output.splitlines() == lines, output
+    steps = [step for block in blocks for step in steps_of(block)]
+    assert steps[-1].words == "loradock stop"
+    typed = [f"echo '{_MARK}'\n{step.words}" for step in steps]
+    script = ["set -euo pipefail", 'trap "kill 0" ERR', *typed, "wait"]
+    (folder / "typed.sh").write_text("\n".join([*script, ""]))
+    _, *outputs = run_program("setsid", "--wait", "bash", "typed.sh").split(f"{_MARK}\n")
+    for step, output in zip(steps, outputs, strict=True):
+        assert not step.shown or output.splitlines() == step.shown, (step.words, output)
