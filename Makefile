@@ -158,6 +158,11 @@ damages: $(STAMP)  ## write the table of damaged logs in docs/operating.md
 reference: $(STAMP)  ## write the reference pages: options, client, metrics, states and events
 	$(BIN)/python -m tests.reference
 
+# WRITE=1 writes the page.
+first-hour: $(STAMP)  ## play the first hour of a user, and compare tests/golden/pages/first-hour.md
+	LORADOCK_FIRST_HOUR=$(if $(WRITE),write,compare) \
+	  $(BIN)/python -m pytest tests/integration/test_first_hour.py -p no:xdist
+
 docs: $(STAMP)  ## build the site of the documents in build/site; dead links and anchors are errors
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs . build/site
 	cp build/site/README.html build/site/index.html

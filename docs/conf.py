@@ -26,6 +26,7 @@ CONTENTS: Final = """
 :hidden:
 :caption: Use
 docs/quickstart
+tests/golden/pages/first-hour
 docs/serving
 docs/operating
 deploy/README

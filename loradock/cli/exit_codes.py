@@ -81,8 +81,8 @@ HINTS: Final[dict[ErrorCode, str]] = {
     "ready` waits for one; `loradock serve` logs why it can't start one",
     ErrorCode.MALFORMED: "correct the named value; `loradock COMMAND --help` states what "
     "is allowed",
-    ErrorCode.NOT_ALLOWED: "use a key that has this right; `loradock keys list` on the server "
-    "shows the rights of all keys",
+    ErrorCode.NOT_ALLOWED: "use a key that is allowed and has this right; `loradock keys list` "
+    "on the server shows the rights of all keys",
     ErrorCode.LOG_UNAVAILABLE: "free disk space on the file system of the server's directory",
     ErrorCode.OVERLOADED: "try again in a moment, or raise the named limit with `loradock "
     "config set`",

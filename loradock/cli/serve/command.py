@@ -146,8 +146,10 @@ def _preloads(options: Iterable[str]) -> tuple[tuple[str, str], ...]:
 def _check_start(config: ServeConfig) -> None:
     """End the command for what can't be served, before any process is started."""
     from loradock.cli.serve import start_checks
+    from loradock.controller.server.access import Access
     from loradock.controller.server.keys import (
         DirectoryRefused,
+        KeyStore,
         check_controller_directory,
     )
 
@@ -158,6 +160,7 @@ def _check_start(config: ServeConfig) -> None:
             start_checks.check_start(start_checks.start_of(config))
         endpoint(directory.absolute(), "requests.sock")
         check_controller_directory(directory)
+        has_clients = not options.listen or Access(KeyStore(directory)).clients
     except start_checks.StartRefused as error:
         raise CommandError(ExitCode.USAGE, str(error), error.hint) from error
     except (OSError, DirectoryRefused, ValueError) as error:
@@ -167,6 +170,12 @@ def _check_start(config: ServeConfig) -> None:
             f"--dir {directory} can't be used: {reason}",
             "name a directory that your user can create and write, with loradock --dir DIRECTORY",
         ) from error
+    if not has_clients:
+        raise CommandError(
+            ExitCode.USAGE,
+            f"--listen {options.listen}: no client is allowed, so none could connect",
+            "make a key with `loradock keys new FILE`, and allow it with `loradock keys allow`",
+        )
     holder = lock_holder(directory)
     if holder:
         raise CommandError(

@@ -19,6 +19,7 @@ from loradock.gateway.options import GatewayConfig, GatewayOptions
 from loradock.messages.engine_options import EngineOptions, EngineProcess, LoRAOptions
 from loradock.messages.options import Option, options_of
 from loradock.processes.subprocesses import engine_command
+from tests.support.parallel.processes import TINY
 from tests.support.plain_logs import reset_logs
 from tests.support.simulation.command_runs import run
 
@@ -234,6 +235,16 @@ def test_options_of_a_gateway_are_not_ignored_if_none_is_started(
     assert result.exit_code == ExitCode.USAGE
     assert f"{words[0]} is an option of the HTTP gateway" in result.stderr
     assert "add --http 127.0.0.1:8000" in result.stderr
+
+
+def test_an_address_that_no_key_could_use_is_refused_at_the_start(tmp_path: Path) -> None:
+    words = ("serve", "--check", "--model", str(TINY / "model"), "--listen", "tcp://127.0.0.1:7000")
+    result = run(*words, directory=tmp_path)
+    assert (result.exit_code, "no client is allowed" in result.stderr) == (ExitCode.USAGE, True)
+    run("keys", "new", str(tmp_path / "me"))
+    allowed = run("keys", "allow", "me", str(tmp_path / "me.pub"), directory=tmp_path)
+    assert allowed.exit_code == 0, allowed.output
+    assert run(*words, directory=tmp_path).exit_code == 0
 
 
 def test_serve_prints_its_configuration_as_json_and_exits_like_its_children(
