@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +23,6 @@ _CONFIG: Final = "adapter_config.json"
 _CONFIG_BYTES_MAX: Final = 1 << 20
 _WEIGHTS_SUFFIXES: Final = (".safetensors", ".tensors", ".bin", ".pt")
 _DEPTH_MAX: Final = 4
-_ENTRIES_MAX: Final = 10_000
 _PATTERN: Final = re.compile(r"[*?\[]")
 
 
@@ -60,7 +58,7 @@ def _directories(directory: Path, depth: int) -> Iterator[Path]:
     """Yield the directories with an adapter's config; none is looked for below another."""
     try:
         with os.scandir(directory) as entries:
-            names = sorted(one.name for one in islice(entries, _ENTRIES_MAX) if one.is_dir())
+            names = sorted(one.name for one in entries if one.is_dir())
     except OSError as error:
         raise CommandError(
             ExitCode.NOT_FOUND, f"--adapter-root {directory} can't be read: {error.strerror}"

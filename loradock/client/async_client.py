@@ -22,6 +22,7 @@ from loradock.client.sockets import (
     Connection,
     Port,
     Timeouts,
+    check_place,
     connection_to,
     forked_error,
     open_events,
@@ -37,7 +38,7 @@ _FRAMES_PER_TURN = 256
 class AsyncClient(Methods):
     """A client of one controller for any number of concurrent tasks of one event loop.
 
-    Use it with `async with`. It has the arguments of `Client`.
+    Use it with `async with`, which raises what `Client` raises. It has the arguments of `Client`.
     """
 
     def __init__(  # noqa: PLR0913 - named options
@@ -58,6 +59,7 @@ class AsyncClient(Methods):
         super().__init__(self._loop_port)
 
     async def __aenter__(self) -> Self:
+        await asyncio.to_thread(check_place, self._loop_port.connection)
         self._loop_port.open(asyncio.get_running_loop())
         return self
 
@@ -118,6 +120,10 @@ class AsyncPort(Port):
     def flush(self) -> None:
         """Exchange frames when the next one is due, if that would happen later."""
         self._wake_at(self.session.wake_at())
+
+    def silence_reason(self) -> str:
+        """Return why no local server answers; to ask a remote server would block the loop."""
+        return "" if self.connection.keys else super().silence_reason()
 
     async def wait(self, call: ClientCall, ready: Callable[[], bool]) -> None:
         """Suspend the task until `ready`."""

@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -281,10 +280,14 @@ class Port(ABC):
             limits.timing,
             limits.timeout_s,
             limits.generation_timeout_s,
-            silence=partial(silence_reason, connection),
+            silence=self.silence_reason,
             on_change=self._on_change,
         )
         self._socket: zmq.Socket[bytes] = open_requests(context, connection)
+
+    def silence_reason(self) -> str:
+        """Return why no server answers; empty if one can."""
+        return silence_reason(self.connection)
 
     @abstractmethod
     def use(self) -> AbstractContextManager[None]:

@@ -1,11 +1,12 @@
 """Tests of the controller's directory, its socket paths, and whether it is served."""
 
+import asyncio
 import contextlib
 import socket
 
 import pytest
 
-from loradock.client import Client
+from loradock.client import AsyncClient, Client
 from loradock.client.sockets import (
     connection_to,
     runtime_directory,
@@ -13,6 +14,7 @@ from loradock.client.sockets import (
     unserved_reason,
 )
 from loradock.messages.addresses import SOCKET_PATH_BYTES_MAX, endpoint
+from loradock.messages.errors import EngineGone
 from tests.support.simulation.standin_controller import StandIn
 
 
@@ -42,6 +44,19 @@ def test_a_directory_is_served_while_a_controller_listens(tmp_path):
     assert f"start one: loradock --dir {tmp_path} serve" in silence
     (tmp_path / "file").touch()
     assert unserved_reason(connection_to(tmp_path / "file")) == "Not a directory"
+
+
+def test_clients_refuse_a_directory_of_other_files_at_once(tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(EngineGone, match=f"no LoRADock server answers at {tmp_path}"):
+        Client(tmp_path)
+
+    async def open_client() -> None:
+        async with AsyncClient(tmp_path):
+            pass
+
+    with pytest.raises(EngineGone, match=f"no LoRADock server answers at {tmp_path}"):
+        asyncio.run(open_client())
 
 
 def test_a_listener_with_a_full_queue_serves_its_directory(tmp_path):
