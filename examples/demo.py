@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 from msgspec import Struct, field
 from rich.console import Console
@@ -67,7 +68,8 @@ def main() -> int:
     console.rule("LoRADock: eight adapters, three slots, two crashes, one replay")
     with _serve(directory, port):
         page = f"http://127.0.0.1:{port}/"
-        console.print(f"The page that shows the adapters: {page}")
+        _wait_for_page(page)
+        console.print(f"Open the page, which shows all of it: {page}")
         tally, adapters, status = asyncio.run(_run(directory, console))
         console.print("Served. Now the log is replayed in this process, without an engine.")
         result = replay(directory / "log", until=status.seq)
@@ -87,6 +89,19 @@ def _keep_serving(console: Console, page: str) -> None:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def _wait_for_page(page: str) -> None:
+    """Wait until the gateway serves, which it does before the model is loaded."""
+    end = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            with urlopen(f"{page}live"):  # noqa: S310 - an address of this program
+                return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 @contextmanager
