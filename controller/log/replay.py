@@ -34,7 +34,7 @@ from loradock.controller.log.segments import (
     walk_after,
     walk_from_start,
 )
-from loradock.controller.log.snapshots import Restored, Snapshot, restore_newest
+from loradock.controller.log.snapshots import Restored, Snapshot, restore_newest, snapshot_paths
 from loradock.controller.log.storage import DISK, Storage
 from loradock.messages.ids import Epoch, Seq
 from loradock.messages.records import Header, Record
@@ -261,6 +261,22 @@ def replay(  # noqa: PLR0913 - one parameter per way of replaying
     return replayer.result(restored.snapshot, restored.skipped)
 
 
+def records_ahead(directory: Path, until: Seq | None = None, *, from_start: bool = False) -> int:
+    """Return how many records a replay will handle, to show its progress; 0 if that is not known.
+
+    It reads the last segment. A snapshot that turns out to be invalid leaves more records.
+    """
+    paths = segment_paths(directory)
+    try:
+        last = Segment(paths[-1], None, is_last=True)
+        last_seq = sum(1 for _ in last.frames()) + last.first_seq - 1
+    except (IndexError, LogError):
+        return 0
+    end = last_seq if until is None else min(until, last_seq)
+    begins = [0, *(int(path.stem) for path in snapshot_paths(directory) if not from_start)]
+    return end - max(seq for seq in begins if seq <= end)
+
+
 def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResult:
     """Replay a whole log of any rules, without comparing its digests.
 
@@ -275,7 +291,12 @@ def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResu
 
 
 def replay_with_policy(
-    directory: Path, policy: str, until: Seq | None = None, *, checked: bool = False
+    directory: Path,
+    policy: str,
+    until: Seq | None = None,
+    *,
+    checked: bool = False,
+    observe: Observe | None = None,
 ) -> ReplayResult:
     """Replay a whole log as if another eviction policy had decided; digests are not compared.
 
@@ -283,6 +304,7 @@ def replay_with_policy(
     """
     replayer = _Replayer(until, None, checked)
     replayer.policy, replayer.skips = policy, skipped_inputs(directory)
+    replayer.observe = observe
     with without_garbage_collection():
         _replay_segments(replayer, walk_from_start(directory, DISK), RULES_READ)
     return replayer.result(None, ())

@@ -10,8 +10,9 @@ log.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import typer
 from msgspec import Struct
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 app = typer.Typer()
 log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and repair corruption.")
 app.add_typer(log_app, name="log")
+
+_RECORDS_PER_ADVANCE: Final = 256
+"""Records between two changes of what is shown of a replay, which cost more than a record."""
 
 _REPAIR_HINT = "`loradock log repair` shows how it is repaired, and which records that loses"
 
@@ -72,13 +76,23 @@ class ReplayOptions(Struct, frozen=True, kw_only=True):
         int, option("Seed of the durations that --what-if draws.", ge=0, metavar="NUMBER")
     ] = 0
 
-    def replay(self, log_directory: Path) -> "ReplayResult":
-        """Replay a log."""
-        from loradock.controller.log.replay import replay, replay_with_policy
+    def replay(self, log_directory: Path, output: "Output") -> "ReplayResult":
+        """Replay a log, and show the progress."""
+        from loradock.controller.log.replay import records_ahead, replay, replay_with_policy
 
-        if self.policy:
-            return replay_with_policy(log_directory, self.policy, self.until, checked=self.checked)
-        return replay(log_directory, self.until, checked=self.checked, from_start=self.from_start)
+        from_start = self.from_start or bool(self.policy)
+        total = records_ahead(log_directory, self.until, from_start=from_start)
+        with output.progress("replaying", total) as advance:
+            shown = count(1)
+
+            def observe(*_: object) -> None:
+                if next(shown) % _RECORDS_PER_ADVANCE == 0:
+                    advance(_RECORDS_PER_ADVANCE)
+
+            how: dict[str, Any] = {"checked": self.checked, "observe": observe}
+            if self.policy:
+                return replay_with_policy(log_directory, self.policy, self.until, **how)
+            return replay(log_directory, self.until, from_start=from_start, **how)
 
 
 @app.command()
@@ -110,11 +124,8 @@ def replay(
         with open_log(directory or directory_of(ctx)) as log_directory:
             run_what_if(output, log_directory, changes, options.seed, drawing)
         return
-    with (
-        open_log(directory or directory_of(ctx)) as log_directory,
-        output.progress("replaying"),
-    ):
-        result = options.replay(log_directory)
+    with open_log(directory or directory_of(ctx)) as log_directory:
+        result = options.replay(log_directory, output)
     for reason in result.skipped:
         output.note(reason)
     _show_replay(output, result)

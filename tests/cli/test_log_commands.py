@@ -1,12 +1,15 @@
 """Tests of `replay` and of the commands on a log."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 from typer.testing import CliRunner
 
+from loradock.cli import log_commands
 from loradock.cli.exit_codes import ExitCode
 from loradock.cli.main import app
+from loradock.cli.output import Output
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import RULES, Limits, limits_to
 from loradock.controller.log.segments import segment_paths
@@ -60,6 +63,25 @@ def test_replay_shows_an_earlier_moment(tmp_path):
     document = json.loads(run("replay", "--until", "3", "--json", directory=tmp_path).stdout)
     assert document["inputs"] == 3
     assert [view["adapter"] for view in document["adapters"]] == ["adapter-2", "adapter-3"]
+
+
+@pytest.mark.parametrize("words", [(), ("--until", "9"), ("--policy", "fifo")])
+def test_a_replay_shows_how_many_of_its_records_are_done(tmp_path, monkeypatch, words):
+    write_log(tmp_path, 12)
+    assert run("log", "compact", directory=tmp_path).exit_code == 0
+    shown = []
+
+    @contextmanager
+    def progress(output, label, total=0, **options):
+        shown.append(total)
+        yield shown.append
+
+    monkeypatch.setattr(Output, "progress", progress)
+    monkeypatch.setattr(log_commands, "_RECORDS_PER_ADVANCE", 1)
+    assert run("replay", *words, directory=tmp_path).exit_code == 0
+    total, *done = shown
+    # `compact` has made a snapshot, and these two ways need the records before it.
+    assert total == sum(done) == {(): 0, ("--until", "9"): 9}.get(words, 12)
 
 
 def test_replay_ends_with_a_divergence(tmp_path):
