@@ -1,7 +1,7 @@
 """The first hour with LoRADock, played with a clone, an installation, a browser and own adapters.
 
 What a person types and reads is tests/golden/pages/first-hour.md. `make first-hour` plays it, and
-`make first-hour WRITE=1` writes the page.
+`make first-hour WRITE=1` writes the page. The clone has what is committed.
 """
 
 import json
