@@ -8,6 +8,7 @@ the replay is that of the running controller.
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -17,10 +18,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from msgspec import Struct, field
 from rich.console import Console
@@ -45,6 +48,9 @@ OUTPUT_TOKENS_MAX = 32
 # right for only 99.6 % of all words in general). So a wrong output comes from other weights.
 WORDS_SEED = 11
 
+Answer = Callable[[str | None, str], Awaitable[str]]
+"""Makes a request: the output of an adapter, or of the base model for None, for a prompt."""
+
 
 class Tally(Struct):
     """The outcomes of all requests."""
@@ -68,9 +74,10 @@ def main() -> int:
     console.rule("LoRADock: eight adapters, three slots, two crashes, one replay")
     with _serve(directory, port):
         page = f"http://127.0.0.1:{port}/"
-        _wait_for_page(page)
+        # The page is served before the model is loaded.
+        _fetch(f"{page}live")
         console.print(f"Open the page, which shows all of it: {page}")
-        tally, adapters, status = asyncio.run(_run(directory, console))
+        tally, adapters, status = asyncio.run(_run(directory, page, console))
         console.print("Served. Now the log is replayed in this process, without an engine.")
         result = replay(directory / "log", until=status.seq)
         console.print(summary(adapters, tally.requests, tally.exact))
@@ -91,17 +98,18 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _wait_for_page(page: str) -> None:
-    """Wait until the gateway serves, which it does before the model is loaded."""
+def _fetch(url: str, data: bytes | None = None) -> bytes:
+    """Return the body of an answer; what fails is sent again, as clients of HTTP do."""
+    request = Request(url, data, {"content-type": "application/json"})  # noqa: S310 - our address
     end = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
-            with urlopen(f"{page}live"):  # noqa: S310 - an address of this program
-                return
+            with urlopen(request) as response:  # noqa: S310
+                return bytes(response.read())
         except OSError:
             if time.monotonic() > end:
                 raise
-            time.sleep(0.1)
+            time.sleep(0.2)
 
 
 @contextmanager
@@ -123,13 +131,21 @@ def _serve(directory: Path, port: int) -> Iterator[None]:
             process.wait(30)
 
 
-async def _run(directory: Path, console: Console) -> tuple[Tally, AdaptersListed, StatusShown]:
+async def _run(
+    directory: Path, page: str, console: Console
+) -> tuple[Tally, AdaptersListed, StatusShown]:
     async with AsyncClient(directory, timeout_s=START_TIMEOUT_S) as client:
         life_cycle = LifeCycle(console)
         watching = asyncio.create_task(_watch(client, life_cycle))
         await asyncio.gather(*(client.load(name) for name in TRANSFORMATIONS))
         console.print(f"{len(TRANSFORMATIONS)} adapters are known, {SLOTS} slots are available.")
-        tally = await _traffic(directory, client, life_cycle, console)
+        tally = Tally()
+        crashes = asyncio.create_task(_crash_twice(client, tally, console))
+        showing = asyncio.create_task(_show(life_cycle, tally))
+        await _traffic(directory, page, client, tally)
+        await crashes
+        showing.cancel()
+        life_cycle.show(tally.answered)
         tally.wrong += await show_arrivals(client, console)
         adapters, status = await client.list(), await client.status()
         watching.cancel()
@@ -141,21 +157,15 @@ async def _watch(client: AsyncClient, life_cycle: LifeCycle) -> None:
         life_cycle.on_event(published)
 
 
-async def _traffic(
-    directory: Path, client: AsyncClient, life_cycle: LifeCycle, console: Console
-) -> Tally:
-    tally = Tally()
-    work = _all_work()
-    crashes = asyncio.create_task(_crash_twice(client, tally, console))
-    showing = asyncio.create_task(_show(life_cycle, tally))
-    # Half of the clients are tasks that share one connection; the others have their own.
-    shared = [_send_requests(client, work, tally) for _ in range(CLIENTS // 2)]
-    separate = [_connect_and_send(directory, work, tally) for _ in range(CLIENTS - CLIENTS // 2)]
-    await asyncio.gather(*shared, *separate)
-    await crashes
-    showing.cancel()
-    life_cycle.show(tally.answered)
-    return tally
+async def _traffic(directory: Path, page: str, client: AsyncClient, tally: Tally) -> None:
+    """Send all requests: a third by tasks with one connection, others with theirs, or by HTTP."""
+    work, third = _all_work(), CLIENTS // 3
+    # A thread for each HTTP client.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(third))
+    shared = [_send_requests(partial(_generate, client), work, tally) for _ in range(third)]
+    separate = [_connect_and_send(directory, work, tally) for _ in range(third)]
+    by_http = [_send_requests(partial(_complete, page), work, tally) for _ in range(third)]
+    await asyncio.gather(*shared, *separate, *by_http)
 
 
 def _all_work() -> list[tuple[str, str]]:
@@ -169,20 +179,32 @@ def _all_work() -> list[tuple[str, str]]:
 
 async def _connect_and_send(directory: Path, work: list[tuple[str, str]], tally: Tally) -> None:
     async with AsyncClient(directory, timeout_s=START_TIMEOUT_S) as client:
-        await _send_requests(client, work, tally)
+        await _send_requests(partial(_generate, client), work, tally)
 
 
-async def _send_requests(client: AsyncClient, work: list[tuple[str, str]], tally: Tally) -> None:
+async def _generate(client: AsyncClient, adapter: str | None, prompt: str) -> str:
+    generation = await client.generate(
+        prompt, adapter, attempts=ATTEMPTS, max_tokens=OUTPUT_TOKENS_MAX
+    )
+    return await generation.text()
+
+
+async def _complete(page: str, adapter: str | None, prompt: str) -> str:
+    """Return an output of the OpenAI protocol, which answers 503 while no engine serves."""
+    body = {"model": adapter or "", "prompt": prompt, "temperature": 0}
+    data = json.dumps({**body, "max_tokens": OUTPUT_TOKENS_MAX}).encode()
+    answer = await asyncio.to_thread(_fetch, f"{page}v1/completions", data)
+    return str(json.loads(answer)["choices"][0]["text"])
+
+
+async def _send_requests(answer: Answer, work: list[tuple[str, str]], tally: Tally) -> None:
     while work:
         name, word = work.pop()
         tally.requests[name] += 1
         adapter = None if name == BASE else name
         try:
-            generation = await client.generate(
-                prompt_of(word), adapter, attempts=ATTEMPTS, max_tokens=OUTPUT_TOKENS_MAX
-            )
-            output = await generation.text()
-        except LoradockError as error:
+            output = await answer(adapter, prompt_of(word))
+        except (LoradockError, OSError) as error:
             tally.lost.append(f"{name}({word}): {error}")
             continue
         tally.answered += 1
