@@ -23,7 +23,7 @@ from loradock.engine.layout import next_power_of_two
 from loradock.engine.punica.wrapper import LaunchKey, PunicaWrapper
 from loradock.engine.serving.forward import DecodeInputs, PackedModel
 from loradock.engine.serving.paged_cache import PackedChunk
-from loradock.engine.serving.step_table import StepTable, padded_words
+from loradock.engine.serving.step_table import StepTable
 
 _log = structlog.get_logger()
 
@@ -289,9 +289,9 @@ class CapturedDecode:
         self.runner: Final = runner
         self._packed = packed
         self.rows_max: Final = next_power_of_two(packed.sequences_max)
-        self._inputs = StepTable(
-            packed.device, len(DecodeInputs._fields) * padded_words(self.rows_max)
-        )
+        # Each part is padded to two words, and one row takes two as well.
+        words = len(DecodeInputs._fields) * max(2, self.rows_max)
+        self._inputs = StepTable(packed.device, words)
 
     def padded_rows(self, rows: int) -> int:
         """Return the number of rows, dummies included, that the mapping of a step must have."""

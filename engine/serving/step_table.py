@@ -38,7 +38,7 @@ class StepTable:
         padded = [
             word for part in parts for word in (part.view(torch.int64), _PAD[: len(part) % 2])
         ]
-        ends = [*accumulate((padded_words(len(part)) for part in parts), initial=0)]
+        ends = [*accumulate([words + words % 2 for words in map(len, parts)], initial=0)]
         if self._buffer is None:
             if ends[-1] > len(self._host):
                 with torch.inference_mode(False):
@@ -52,8 +52,3 @@ class StepTable:
             sent[begin : begin + len(part)].view(part.dtype)
             for part, begin in zip(parts, ends, strict=False)
         ]
-
-
-def padded_words(words: int) -> int:
-    """Return the words of 8 bytes that a part takes, with its padding to 16 bytes."""
-    return words + words % 2

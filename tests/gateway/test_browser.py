@@ -95,6 +95,9 @@ def test_a_lost_connection_heals_without_a_gap(site: Any, known: str) -> None:
     site.wait_for(CONNECTED)
     expected = str([one.seq for one in site.gateway.controller.published]).replace(" ", "")
     site.wait_for(f"JSON.stringify(log.map(entry => entry.seq)) === '{expected}'")
+    # The browser reports the aborted read, and nothing else.
+    assert {*site.messages} <= {"Failed to load resource: net::ERR_FAILED"}
+    site.messages.clear()
 
 
 def test_details_and_changes_by_keyboard(site: Any) -> None:

@@ -52,7 +52,7 @@ def test_wrong_options_end_the_start_with_an_error(
         ({"adapter_roots": roots}, {"default_mm_loras": {"image": "/etc"}}, {}, "image=/etc"),
         ({"key": str(tmp_path / "nothing")}, {}, {}, "No such file"),
         ({"server_key": "/dev/null"}, {}, {}, "not a regular file"),
-        ({}, {"default_mm_loras": {"image": "a"}}, {}, "below none of the adapter roots"),
+        ({}, {"default_mm_loras": {"image": "a"}}, {}, "without an adapter root"),
         # A missing default adapter is logged; the wrong device ends the start.
         (
             *({"adapter_roots": roots}, {"default_mm_loras": {"image": "a"}}, {"device": "x"}),

@@ -10,7 +10,14 @@ from typing import Any
 
 import msgspec
 
-from loradock.controller.core.actions import Action, PublishEvent, SendCommand, SendReply, SetTimer
+from loradock.controller.core.actions import (
+    Action,
+    PublishEvent,
+    RestartEngine,
+    SendCommand,
+    SendReply,
+    SetTimer,
+)
 from loradock.controller.core.context import Checked
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.eviction import POLICIES, Policy
@@ -191,6 +198,9 @@ class Deployment:
                 self.timer_ns = at_ns
             case SendCommand(message=command):
                 self._on_command(command, replaying)
+            case RestartEngine(engine_id=engine_id):
+                if not replaying and self.engine and self.engine.engine_id == engine_id:
+                    self._end_engine()
 
     # Oracles.
 
@@ -266,12 +276,15 @@ class Deployment:
         """Kill the engine; `silently`: the controller does not notice before the next one."""
         assert self.engine is not None
         lost = records.EngineLost(self.engine.engine_id, "it was killed")
+        self._end_engine()
+        if not silently:
+            self.handle(lost)
+
+    def _end_engine(self) -> None:
         self.engine = None
         self.synced = False
         self.channel.clear()
         self.unacknowledged.clear()
-        if not silently:
-            self.handle(lost)
 
     def transmit(self, count: int) -> None:
         """Deliver the next commands to the engine."""
