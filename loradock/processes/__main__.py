@@ -44,6 +44,10 @@ def main(name: str) -> int:
             torchrun.end(torchrun.main())
         case "gateway":
             from loradock.gateway.server.process import main as run
+        case "member":
+            from loradock.fleet.member import main as run
+        case "picker":
+            from loradock.fleet.picker_process import main as run
         case "templates":
             from loradock.gateway.inference.chat_template import main as run
         case "snapshotter":

@@ -22,7 +22,9 @@ EXIT_SOCKET: Final = 6
 EXIT_LOG: Final = 7
 """The log is damaged, foreign, in use or diverges: a restart does not help."""
 
-ProcessName = Literal["controller", "engine", "ranks", "gateway", "templates", "snapshotter"]
+ProcessName = Literal[
+    "controller", "engine", "ranks", "gateway", "templates", "snapshotter", "member", "picker"
+]
 """The entry points in `ENTRY_FILE`."""
 
 ENTRY_FILE: Final = Path(__file__).resolve().with_name("__main__.py")

@@ -23,6 +23,7 @@ from loradock.cli.context import (
     settings_of,
 )
 from loradock.cli.exit_codes import CommandError, ExitCode
+from loradock.cli.fleet import fleet_errors
 from loradock.cli.gateway import gateway_config
 from loradock.cli.last_run import LastRun, changes, read_last_run, run_of, write_last_run
 from loradock.cli.options import read_config_file, with_options
@@ -236,12 +237,34 @@ def _gateway(
     """Return the configuration of a gateway; None without an address."""
     if not options.http:
         _check_no_gateway_option(gateway)
+        if options.join:
+            raise CommandError(
+                ExitCode.USAGE,
+                "--join needs --http, where the fleet's fronts reach this server",
+                "add --http 0.0.0.0:8001",
+            )
         return None
     # It is on this machine, so it needs no key of the server.
     local = Settings(settings_of(ctx).directory)
-    return gateway_config(
+    config = gateway_config(
         local, gateway, options.http, options.model, options.adapter_roots, engine.max_model_len
     )
+    return _joined(config, options.join) if options.join else config
+
+
+def _joined(config: GatewayConfig, join: str) -> GatewayConfig:
+    """Return the configuration of a dock's gateway, which the fleet's own key can follow."""
+    with fleet_errors():
+        from loradock.fleet.config import read_config
+
+        fleet = read_config(join)
+    if config.ssl_certfile:
+        raise CommandError(
+            ExitCode.USAGE,
+            "fronts reach docks over HTTP, and --ssl-certfile makes it HTTPS",
+            "give the certificate to `loradock fleet front`, and keep docks in a private network",
+        )
+    return msgspec.structs.replace(config, fleet=str(Path(join).resolve()), fleet_key=fleet.key)
 
 
 def _check_no_gateway_option(gateway: GatewayOptions) -> None:

@@ -51,6 +51,15 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
             is_common=True,
         ),
     ] = ""
+    join: Annotated[
+        str,
+        option(
+            "Be a dock of a fleet: the file that `loradock fleet init` has written. Needs --http. "
+            "Default: no fleet.",
+            metavar="FILE",
+            is_common=True,
+        ),
+    ] = ""
     listen: Annotated[
         str,
         option(

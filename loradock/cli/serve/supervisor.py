@@ -16,12 +16,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 import structlog
+from msgspec import Struct
 
 from loradock.cli.serve.children import Child
 from loradock.cli.serve.config import ServeConfig
 from loradock.controller.server.config import Supervision
 from loradock.controller.server.keys import DirectoryRefused, KeyStore, new_pair
 from loradock.controller.server.supervision import RESTART, STOP_ALL
+from loradock.gateway.options import GatewayConfig
 from loradock.messages.addresses import endpoint
 from loradock.messages.engine_options import EngineProcess, EngineStart
 from loradock.processes.key_files import KeyFileError, share_key_pair
@@ -80,11 +82,14 @@ class Supervisor:
     def _stop_order(self) -> list[Child]:
         """Return the children in the order in which they end.
 
-        The controller ends before the engine, whose end would be a loss to it otherwise, and after
-        the gateway, whose requests it answers.
+        A dock leaves its fleet first. The controller ends before the engine, whose end would be a
+        loss to it otherwise, and after the gateway, whose requests it answers.
         """
-        first = [child for child in self._children if child.name == "gateway"]
-        return [*first, *(child for child in self._children if child not in first)]
+        first = ("member", "gateway")
+        return sorted(
+            self._children,
+            key=lambda child: first.index(child.name) if child.name in first else len(first),
+        )
 
     def _loop(self) -> tuple[str, int, str] | None:
         """Return the child that can't run, its last exit status and why; None after a signal."""
@@ -194,7 +199,27 @@ def _children(config: ServeConfig, parent_fd: int, restart_fd: int) -> list[Chil
             config.gateway, parent_fd=parent_fd, progress=page.path, log_format=options.log_format
         )
         children.append(Child("gateway", process_command("gateway", gateway), page, options))
+        if options.join:
+            command = process_command("member", _member(config, gateway))
+            children.append(Child("member", command, options=options))
     return children
+
+
+def _member(config: ServeConfig, gateway: GatewayConfig) -> Struct:
+    """Return the configuration of the process that makes this server a dock of a fleet."""
+    # Its libraries are an extra.
+    from loradock.fleet.member import MemberConfig  # noqa: PLC0415
+
+    return MemberConfig(
+        fleet=gateway.fleet,
+        host=gateway.host,
+        port=gateway.port,
+        slots=config.server.limits.max_loras,
+        directory=gateway.directory,
+        model=Path(config.options.model).name,
+        log_format=gateway.log_format,
+        parent_fd=gateway.parent_fd,
+    )
 
 
 def engine_process(config: ServeConfig, supervision: Supervision, key: str) -> EngineProcess:

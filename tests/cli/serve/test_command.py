@@ -24,7 +24,10 @@ from tests.support.plain_logs import reset_logs
 from tests.support.simulation.command_runs import run
 
 OWNERS = (ServeOptions, Limits, ServerOptions, LoRAOptions, EngineOptions, GatewayOptions)
-OPTIONS = [(owner, option) for owner in OWNERS for option in options_of(owner)]
+# A dock of a fleet excludes other options: it has a test of its own.
+OPTIONS = [
+    (owner, option) for owner in OWNERS for option in options_of(owner) if option.field != "join"
+]
 
 SAMPLES = {
     "model": "m",
@@ -140,6 +143,18 @@ def test_every_option_reaches_its_process_in_three_ways(
     result = run("serve", "--api-key", "x", directory=tmp_path)
     assert result.exit_code == 0, result.output
     assert started[-1] == started[0]
+
+
+def test_a_dock_gets_the_file_and_the_key_of_its_fleet(started: Started, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text('members = ["http://m1:2379"]\nkey = "0123456789abcdef"\n')
+    file.chmod(0o600)
+    words = ["--model", "m", "--http", "127.0.0.1:8001", "--join", str(file)]
+    result = run("serve", *words, directory=tmp_path)
+    assert result.exit_code == 0, result.output
+    gateway = started[0].gateway
+    assert gateway is not None
+    assert (gateway.fleet, gateway.fleet_key) == (str(file), "0123456789abcdef")
 
 
 def test_the_engine_gets_what_serve_was_started_with(started: Started, tmp_path: Path) -> None:

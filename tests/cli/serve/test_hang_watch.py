@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from loradock.cli.serve.hang_watch import HangWatch, is_stopped, process_tree
+from loradock.cli.serve.children import HangWatch, is_stopped, process_tree
 from loradock.processes.progress import START_BOUND_S, Step
 from tests.support.waiting import wait_until
 

@@ -1,0 +1,124 @@
+"""What else fails in a fleet, under load: `make fleet-failures`. Every answer is checked.
+
+Killed and stopped docks, and killed pickers, are in `test_front.py`. A request that would hang
+fails the test as all hanging waits do; no result depends on a time.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loradock.fleet.catalogue import CatalogueError
+from tests.support.fleet.etcd import etcd, free_ports
+from tests.support.fleet.fleets import Clients, Dock, Fleet
+from tests.support.waiting import HANG_S, wait_until
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("LORADOCK_FLEET_FAILURES"), reason="run by `make fleet-failures`"
+)
+
+HOST, OTHER = "10.231.47.1", "10.231.47.2"
+
+
+def test_without_a_quorum_the_fleet_serves_as_it_is(tmp_path: Path) -> None:
+    with etcd(tmp_path / "etcd", 3) as cluster, Fleet(cluster, tmp_path) as fleet:
+        with Clients(fleet) as clients:
+            clients.wait_for(20)
+            for member in cluster.members[:2]:
+                cluster.kill(member)
+            with pytest.raises((CatalogueError, subprocess.CalledProcessError)):
+                fleet.fronts()
+            clients.wait_for(200)
+            # A dock that ends is tried, refused, and passed over.
+            fleet.docks[0].kill()
+            clients.wait_for(200)
+            for member in cluster.members[:2]:
+                cluster.start(member)
+            fleet.restart(fleet.docks[0])
+            wait_until(fleet.is_whole, lambda: len(clients.answers))
+            clients.wait_for(50)
+        assert clients.statuses().keys() == {200}
+
+
+def test_another_front_serves_when_one_dies(tmp_path: Path) -> None:
+    with etcd(tmp_path / "etcd") as cluster, Fleet(cluster, tmp_path) as fleet:
+        (port,) = free_ports(1)
+        other = fleet.start_front(port)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            with httpx.Client(base_url=url, timeout=HANG_S, trust_env=False) as http:
+
+                def serves() -> bool:
+                    with contextlib.suppress(httpx.ConnectError):
+                        return fleet.complete("adapter-0", http).status == 200
+                    return False
+
+                wait_until(serves)
+                wait_until(lambda: len(fleet.fronts()) == 2)
+                home = fleet.complete("adapter-0").text
+                fleet.front.kill()
+                for _ in range(20):
+                    answer = fleet.complete("adapter-0", http)
+                    # Both pickers see where the adapter is.
+                    assert (answer.status, answer.text) == (200, home)
+        finally:
+            other.kill()
+
+
+@pytest.fixture
+def namespace() -> Iterator[str]:
+    """A network namespace that is this machine's only neighbour."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    name = f"dock-{os.getpid()}"
+    steps = [
+        f"ip netns add {name}",
+        f"ip link add lora0 type veth peer name lora1 netns {name}",
+        f"ip address add {HOST}/24 dev lora0",
+        "ip link set lora0 up",
+        f"ip -n {name} address add {OTHER}/24 dev lora1",
+        f"ip -n {name} link set lora1 up",
+        f"ip -n {name} link set lo up",
+    ]
+    try:
+        for step in steps:
+            done = subprocess.run(step.split(), capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"{step}: {done.stderr.strip()}")
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def test_a_machine_that_is_cut_off_loses_no_request(namespace: str, tmp_path: Path) -> None:
+    with etcd(tmp_path / "etcd", 1, HOST) as cluster:
+        fleet = Fleet(cluster, tmp_path, 2)
+        (port,) = free_ports(1)
+        prefix = ["ip", "netns", "exec", namespace]
+        far = Dock(port, cluster, tmp_path / "far", OTHER, prefix)
+        fleet.docks.append(far)
+        with fleet:
+            adapter = next(
+                name
+                for name in ("adapter-0", "adapter-1", "adapter-2", "adapter-3")
+                if fleet.complete(name).text == str(port)
+            )
+            far.be_silent()
+            with Clients(fleet, 2, adapter) as clients:
+                # Requests are in the dock when the link goes down, and others follow.
+                wait_until(far.is_asked)
+                subprocess.run(["ip", "link", "set", "lora0", "down"], check=True)
+                # The address of etcd stays, as that of the machine itself.
+                clients.wait_for(20)
+                assert str(port) not in {one.text for one in clients.answers}
+                far.be_silent(False)
+                subprocess.run(["ip", "link", "set", "lora0", "up"], check=True)
+                wait_until(fleet.is_whole, lambda: len(clients.answers))
+                wait_until(lambda: fleet.complete("").text == str(port))
+            assert clients.statuses().keys() == {200}

@@ -1,0 +1,149 @@
+"""A front before three docks, all real processes: where requests go, and what a loss costs."""
+
+import os
+import signal
+import threading
+
+import httpx
+
+from loradock.fleet.envoy import RELAYED
+from tests.support.fleet.etcd import free_ports
+from tests.support.fleet.fleets import Answer, Clients, Dock, Fleet
+from tests.support.waiting import HANG_S, wait_until
+
+
+def test_the_dock_that_was_chosen_is_the_one_that_answers(fleet: Fleet) -> None:
+    # With `request_header_mode: SKIP` the proxy ignores the choice, and says nothing.
+    for number in range(12):
+        answer = fleet.complete(f"adapter-{number % 4}")
+        decision = fleet.status()["decisions"][-1]
+        assert decision["adapter"] == answer.adapter
+        assert decision["docks"][0] == f"127.0.0.1:{answer.text}", decision
+        assert {*decision["docks"]} == {dock.address for dock in fleet.docks}
+
+
+def test_an_adapter_stays_where_it_is(fleet: Fleet) -> None:
+    homes = {fleet.complete("adapter-4").text for _ in range(10)}
+    assert len(homes) == 1
+    wait_until(lambda: fleet.status()["copies"].get("adapter-4") == [f"127.0.0.1:{min(homes)}"])
+
+
+def test_a_header_decides_and_a_client_cannot(fleet: Fleet) -> None:
+    home = fleet.complete("adapter-5").text
+    other = next(dock.address for dock in fleet.docks if str(dock.port) != home)
+    headers = {"x-gateway-destination-endpoint": f"{RELAYED}{other}"}
+    for more in ({}, {"x-loradock-adapter": "adapter-5"}, {"x-loradock-adapter": "base:adapter-5"}):
+        body = {"model": "adapter-5", "prompt": "x", "max_tokens": 1}
+        found = fleet.http.post("/v1/completions", json=body, headers=headers | more)
+        assert found.json()["choices"][0]["text"] == home
+
+
+def test_what_is_wrong_with_a_request_says_a_dock(fleet: Fleet) -> None:
+    assert fleet.complete("unknown").status == 404
+    headers = {"content-type": "application/json"}
+    malformed = fleet.http.post("/v1/completions", content=b"{", headers=headers)
+    assert malformed.status_code == 400
+    assert fleet.http.get("/v1/models").status_code == 200
+
+
+def test_the_status_needs_the_key_of_the_fleet(fleet: Fleet) -> None:
+    for headers in ({}, {"Authorization": "Bearer other"}):
+        answer = httpx.get(f"{fleet.url}/fleet/status", headers=headers)
+        assert answer.status_code == 401
+    (front,) = fleet.fronts()
+    assert front == fleet.url
+
+
+def test_a_dock_that_is_killed_costs_no_request(fleet: Fleet) -> None:
+    with Clients(fleet) as clients:
+        clients.wait_for(20)
+        dock = next(d for d in fleet.docks if any(a.text == str(d.port) for a in clients.answers))
+        dock.kill()
+        clients.wait_for(40)
+        # It has no home any more for any of the adapters.
+        assert dock.address not in {one["docks"][0] for one in fleet.status()["decisions"][-8:]}
+        fleet.restart(dock)
+        wait_until(fleet.is_whole)
+        # The proxy sends requests to it again, too.
+        wait_until(lambda: fleet.complete("").text == str(dock.port))
+    assert clients.statuses().keys() == {200}
+
+
+def test_without_the_picker_docks_take_turns(fleet: Fleet) -> None:
+    with Clients(fleet) as clients:
+        clients.wait_for(20)
+        picker = fleet.front.child("picker")
+        os.kill(picker, signal.SIGSTOP)
+        os.kill(picker, signal.SIGKILL)
+        before = len(clients.answers)
+        clients.wait_for(60)
+        after = clients.answers[before:]
+        wait_until(lambda: fleet.front.child("picker") not in (0, picker), clients.answers.__len__)
+        wait_until(fleet.is_whole, clients.answers.__len__)
+    assert clients.statuses().keys() == {200}
+    assert after
+
+
+def asked(fleet: Fleet) -> Dock:
+    """Wait until a request is in one of the silent docks, and let the others answer."""
+    dock = wait_until(lambda: next((one for one in fleet.docks if one.is_asked()), None))
+    assert dock is not None
+    for other in fleet.docks:
+        if other is not dock:
+            other.be_silent(False)
+    return dock
+
+
+def test_a_request_in_a_dock_that_hangs_is_answered_elsewhere(fleet: Fleet) -> None:
+    for one in fleet.docks:
+        one.be_silent()
+    with Clients(fleet, 1, "adapter-3") as clients:
+        dock = asked(fleet)
+        # It is in the dock, which has not answered it, when all its processes stop.
+        dock.signal(signal.SIGSTOP)
+        clients.wait_for(5)
+    assert clients.statuses().keys() == {200}
+    assert str(dock.port) not in {one.text for one in clients.answers}
+
+
+def test_a_dock_that_leaves_ends_its_requests(fleet: Fleet) -> None:
+    for one in fleet.docks:
+        one.be_silent()
+    with Clients(fleet, 1, "adapter-0") as clients:
+        dock = asked(fleet)
+        os.kill(dock.child("member"), signal.SIGTERM)
+        wait_until(lambda: dock.address not in fleet.status()["docks"])
+        dock.be_silent(False)
+        clients.wait_for(5)
+    assert clients.statuses().keys() == {200}
+    assert clients.answers[0].text == str(dock.port)
+    assert clients.answers[-1].text != str(dock.port)
+
+
+def test_a_front_that_is_stopped_ends_its_requests(fleet: Fleet) -> None:
+    (port,) = free_ports(1)
+    front = fleet.start_front(port)
+    answers: list[Answer] = []
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as http:
+        wait_until(lambda: not _refuses(port) and fleet.complete("adapter-1", http).status == 200)
+        # Whichever dock gets the request.
+        for dock in fleet.docks:
+            dock.be_silent()
+        thread = threading.Thread(target=lambda: answers.append(fleet.complete("adapter-1", http)))
+        thread.start()
+        wait_until(lambda: any(dock.is_asked() for dock in fleet.docks))
+        front.process.terminate()
+        wait_until(lambda: _refuses(port))
+        for dock in fleet.docks:
+            dock.be_silent(False)
+        thread.join()
+    assert [one.status for one in answers] == [200]
+    assert front.process.wait(HANG_S) == 0
+
+
+def _refuses(port: int) -> bool:
+    try:
+        httpx.get(f"http://127.0.0.1:{port}/live")
+    except httpx.ConnectError:
+        return True
+    return False

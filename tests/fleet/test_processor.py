@@ -1,0 +1,103 @@
+"""The endpoint picker protocol, message by message, as gateways of Kubernetes speak it."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from loradock.fleet.ext_proc import BODY_NONE, BODY_STREAMED, ProcessingRequest
+from loradock.fleet.picker import Load, Picker, Seen
+from loradock.fleet.processor import DESTINATION, Processor, model_of
+
+
+def picker() -> Picker:
+    found = Picker()
+    found.set_docks({"10.0.0.1:1": 1, "10.0.0.2:1": 1})
+    for dock in ("10.0.0.1:1", "10.0.0.2:1"):
+        found.on_snapshot(dock, {"upper": Seen("evicted")})
+        found.on_load(dock, Load(), 0.0)
+    found.on_adapter("10.0.0.2:1", "upper", Seen("gpu-slot"))
+    return found
+
+
+def answers(*requests: Any, found: Picker | None = None) -> list[Any]:
+    async def run() -> list[Any]:
+        async def sent() -> Any:
+            for request in requests:
+                yield request
+
+        processor = Processor(found or picker(), "k" * 16)
+        return [one async for one in processor.process(sent(), None)]
+
+    return asyncio.run(run())
+
+
+def headers(end_of_stream: bool = False, streamed: bool = False, **named: str) -> Any:
+    request = ProcessingRequest()
+    for key, value in {":path": "/v1/completions", **named}.items():
+        request.request_headers.headers.headers.add(
+            key=key.replace("_", "-"), raw_value=value.encode()
+        )
+    request.request_headers.end_of_stream = end_of_stream
+    if streamed:
+        request.protocol_config.request_body_mode = BODY_STREAMED
+    return request
+
+
+def body(data: bytes, end_of_stream: bool = True) -> Any:
+    return ProcessingRequest(request_body={"body": data, "end_of_stream": end_of_stream})
+
+
+def destination(response: Any) -> str:
+    (header,) = response.header_mutation.set_headers
+    assert header.header.key == DESTINATION
+    return header.header.raw_value.decode()
+
+
+ORDER = "10.0.0.2:1,10.0.0.1:1"
+
+
+def test_a_whole_body_is_answered_with_the_header() -> None:
+    first, second = answers(headers(), body(b'{"model": "upper"}'))
+    assert not first.request_headers.response.header_mutation.set_headers
+    assert destination(second.request_body.response) == ORDER
+
+
+@pytest.mark.parametrize("size", [0, 10, 62_000, 200_000])
+def test_a_streamed_body_comes_back_after_the_header(size: int) -> None:
+    data = json.dumps({"model": "upper", "prompt": "x" * size}).encode()
+    parts = [body(data[:9], False), body(data[9:], False), body(b"")]
+    first, *rest = answers(headers(streamed=True), *parts)
+    assert destination(first.request_headers.response) == ORDER
+    assert first.dynamic_metadata["envoy.lb"][DESTINATION] == ORDER
+    sent = [one.request_body.response.body_mutation.streamed_response for one in rest]
+    assert b"".join(one.body for one in sent) == data
+    assert [one.end_of_stream for one in sent] == [False] * (len(sent) - 1) + [True]
+    assert max(len(one.body) for one in sent) < 64 << 10
+
+
+def test_a_request_without_a_body_is_answered_at_once() -> None:
+    (first,) = answers(headers(end_of_stream=True))
+    assert {*destination(first.request_headers.response).split(",")} == {*ORDER.split(",")}
+
+
+def test_an_adapter_in_a_header_needs_no_body() -> None:
+    (first,) = answers(headers(x_loradock_adapter="upper"))
+    assert destination(first.request_headers.response) == ORDER
+    assert first.HasField("mode_override")
+    assert first.mode_override.request_body_mode == BODY_NONE
+
+
+def test_without_docks_the_choice_of_a_client_is_removed() -> None:
+    _, second = answers(headers(), body(b"{}"), found=Picker())
+    assert second.request_body.response.header_mutation.remove_headers == [DESTINATION]
+
+
+@pytest.mark.parametrize(
+    ("data", "model"),
+    [(b'{"model": "a", "x": [1]}', "a"), (b"{", ""), (b"", ""), (b'{"model": 1}', ""),
+     (b"\xff", ""), (b'{"model": null}', "")],
+)  # fmt: skip
+def test_the_model_of_a_body(data: bytes, model: str) -> None:
+    assert model_of(data) == model
