@@ -28,6 +28,7 @@ from benchmarks.gpu_lines import append, collect
 OPERATIONS: Final = (
     *("linear", "shrink_expand", "embedding", "experts", "experts_shrink_expand", "offsets"),
     "block_attention",
+    "fused",
 )
 SHARED: Final = tuple(f"tests/engine/kernels/test_{name}.py" for name in OPERATIONS)
 SANITIZED: Final = (

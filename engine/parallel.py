@@ -10,7 +10,7 @@ into `RankLost`. The engine's supervisor sees a process that has ended, as after
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -200,12 +200,12 @@ SINGLE: Final = ParallelGroup()
 """The group of a single process."""
 
 
-def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
+def is_rank() -> bool:
     """Return whether `torchrun` started this process as one of several."""
-    return int(environment.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def device_of(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
+def device_of(device: torch.device) -> str:
     """Return this rank's device of a type; ValueError for a device with an index."""
     if device.type != "cuda":
         return str(device)
@@ -213,16 +213,16 @@ def device_of(device: torch.device, environment: Mapping[str, str] = os.environ)
         raise ValueError(
             f"device is {str(device)!r} for several ranks; use cuda, which has one per rank"
         )
-    return f"cuda:{environment['LOCAL_RANK']}"
+    return f"cuda:{os.environ['LOCAL_RANK']}"
 
 
-def join_group(device_type: str, environment: Mapping[str, str] = os.environ) -> ParallelGroup:
+def join_group(device_type: str) -> ParallelGroup:
     """Join the group in which `torchrun` started this process, and wait for all ranks.
 
     On CUDA the process selects the device of its local rank.
     """
     if device_type == "cuda":
-        torch.cuda.set_device(int(environment["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # Only the start waits for ranks that load a model; all other calls have the short timeout.
     dist.init_process_group("gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
     timeout = timedelta(seconds=TIMEOUT_S)

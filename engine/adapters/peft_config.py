@@ -237,8 +237,6 @@ class PEFTHelper:
         lora_path: str,
         max_position_embeddings: int | None = None,
         tensorizer_config_dict: Mapping[str, Any] | None = None,
-        *,
-        bounds: AdapterBounds = DEFAULT_BOUNDS,
     ) -> "PEFTHelper":
         """Return a directory's config; raises like `from_dict` and `open_adapter`.
 
@@ -248,8 +246,8 @@ class PEFTHelper:
         """
         directory = tensorizer_directory(lora_path, tensorizer_config_dict)
         with open_adapter(directory, [Path(directory)], allow_pickled=True) as files:
-            config = decode_config(files.read_config(bounds), bounds)
-        helper = cls.from_dict(config, bounds)
+            config = decode_config(files.read_config(DEFAULT_BOUNDS), DEFAULT_BOUNDS)
+        helper = cls.from_dict(config)
         return replace(helper, max_position_embeddings=max_position_embeddings)
 
     @classmethod

@@ -42,11 +42,26 @@ PlanLinear = Callable[[Tensor, Tensor, LoRASlices, Groups], LinearPlan]
 """(y, x, slices, groups); raises ValueError as the operation does."""
 
 
+class FusedOperations(NamedTuple):
+    """One kernel each in place of a chain of PyTorch's.
+
+    `rms_norm`: (x, weight, eps, offset) -> `x / sqrt(mean(x ** 2) + eps) * (offset + weight)` over
+    the last axis; x: [..., width], weight: [width], of one dtype. Raises ValueError for a width
+    that it can't hold. `rotate`: (query, keys, cos, sin) -> queries and keys, rotated by the angles
+    of their tokens in pairs of their halves; query, keys: [rows, heads, tokens, width]; cos, sin:
+    [rows, tokens, width], of equal strides, the last of which is 1, as that of queries and keys.
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class Kernels(NamedTuple):
     """One implementation of every operation; scratch memory is shared within the tuple only.
 
     `plan_linear`: makes a plan of `linear`; None if the implementation prepares nothing.
-    `attention`: over blocks; None if PyTorch's own functions are to be used.
+    `attention`: over blocks; None if PyTorch's own functions are to be used. `fused`: in place of
+    a model's own norms and rotations; None if these are to be used.
     `variant_of`: what identifies the compiled kernels of a batch with these bounds; None if the
     implementation compiles nothing.
     """
@@ -60,4 +75,5 @@ class Kernels(NamedTuple):
     experts_expand: ExpertsKernel
     plan_linear: PlanLinear | None = None
     attention: BlockAttention | None = None
+    fused: FusedOperations | None = None
     variant_of: Callable[[GroupBounds], object] | None = None

@@ -12,6 +12,7 @@ import torch
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import DEFAULTS, choose_kernels
 from loradock.engine.layout import rank_parts_max
+from loradock.engine.models.fusing import fuse
 from loradock.engine.models.image_part import IMAGE_PARTS, ImagePunicaWrapper
 from loradock.engine.models.served_model import ServedModel
 from loradock.engine.punica.side_stream import SideStream
@@ -66,6 +67,8 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
         if config.enable_tower_connector_lora
     }
     model.bind(arena, punica, image_punicas)
+    if kernels.fused is not None:
+        model.fused = fuse(model.model, kernels.fused)
     if not config.batch_invariant and _packs_weights(model):
         _pack_weights(model)
     return BoundRuntime(arena, punica, config)

@@ -171,7 +171,8 @@ class ServedModel:
     `group`: the ranks that the model is split over. `without_head`: the model classifies, and was
     saved without the head for that. `unwrapped`:
     why some layers are not wrapped, by path. `refusals`: why faster ways to run its rows were
-    refused. Raises `ModelRefused` for a model that is not served.
+    refused. `fused`: the names of its norms and rotations that run as one kernel. Raises
+    `ModelRefused` for a model that is not served.
     """
 
     task: Task
@@ -188,6 +189,7 @@ class ServedModel:
     norms: Mapping[str, ReplaceableNorm]
     shapes: tuple[ModuleShape, ...]
     refusals: tuple[str, ...]
+    fused: tuple[str, ...] = ()
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, max_model_len: int) -> None:
         """`max_model_len` 0 selects the model's own."""

@@ -57,7 +57,7 @@ from loradock.engine.serving.step_table import StepTable
 from loradock.messages.views import KVLayout
 
 _INPUT_WORDS: Final = 1 << 16
-"""The numbers of a pass for which there is memory from the start."""
+"""The numbers of a pass, and of its sampling, for which there is memory from the start."""
 
 
 class ForwardError(Exception):
@@ -121,6 +121,7 @@ class ForwardRunner:
         self.model: Final = model
         self.slots: Final = slots
         self._punica = punica
+        self._sampling = StepTable(model.device, _INPUT_WORDS)
 
     def forward(
         self,
@@ -184,7 +185,8 @@ class ForwardRunner:
         group = self.model.group
         tokens = [NOT_FINITE] * len(sequences)
         if group.is_leader:
-            tokens = sample([sequence.sampler for sequence in sequences], logits)
+            samplers = [sequence.sampler for sequence in sequences]
+            tokens = sample(samplers, logits, self._sampling)
         return group.broadcast_numbers(tokens)
 
 

@@ -11,6 +11,7 @@ those of the model's own logits, before penalties, temperature and filters, as v
 `raw_logprobs` are.
 """
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from loradock.engine.serving.structured import GrammarMatcher, apply_masks
+from loradock.engine.serving.step_table import StepTable
+from loradock.engine.serving.structured import NO_NUMBERS, GrammarMatcher, apply_masks, masks_of
 from loradock.messages.prompts import Sampling
 from loradock.messages.views import TokenLogprob
 
@@ -147,15 +149,13 @@ class TokenHistory:
         if self._counts_output:
             self._output[token] += 1
 
-    @property
-    def forbidden(self) -> frozenset[int]:
-        """The tokens that must not be chosen next."""
-        return self._end_ids if self._output_count < self._options.min_tokens else frozenset()
-
     def changes(self) -> Iterable[_Change]:
-        """Return a change per token whose logit changes."""
+        """Return a change per token whose logit changes; that of a forbidden one becomes -inf."""
         options, output = self._options, self._output
-        for token in self._bias.keys() | self._prompt | output.keys():
+        forbidden = self._end_ids if self._output_count < options.min_tokens else frozenset()
+        for token in forbidden:
+            yield _Change(token, -math.inf, 1.0, 0.0)
+        for token in (self._bias.keys() | self._prompt | output.keys()) - forbidden:
             count = output[token]
             is_repeated = count or token in self._prompt
             yield _Change(
@@ -166,44 +166,36 @@ class TokenHistory:
             )
 
 
-def adjust_logits(histories: Sequence[TokenHistory], logits: Tensor) -> Tensor:
-    """Return the logits with every row's changes; `logits` itself if there are none.
+def changes_of(histories: Sequence[TokenHistory], vocabulary: int) -> Tensor:
+    """Return the changes of all rows' logits, on the host: [changes, 5] float64, empty if none.
 
-    logits: [rows, vocabulary], unchanged; the result is float32 if it differs. Tokens outside of
-    the vocabulary are ignored.
+    The columns are the row, and the fields of `_Change`. Tokens outside of the vocabulary are
+    ignored.
     """
-    vocabulary = logits.shape[-1]
     changes = [
-        (row, change)
+        (row, *change)
         for row, history in enumerate(histories)
         for change in history.changes()
         if change.token < vocabulary
     ]
-    forbidden = [
-        (row, token)
-        for row, history in enumerate(histories)
-        for token in history.forbidden
-        if token < vocabulary
-    ]
-    if not changes and not forbidden:
+    return torch.tensor(changes, dtype=torch.float64) if changes else NO_NUMBERS
+
+
+def adjust_logits(changes: Tensor, logits: Tensor) -> Tensor:
+    """Return the logits with every change; `logits` itself if there are none.
+
+    changes: those of `changes_of`, on the device of `logits`. logits: [rows, vocabulary],
+    unchanged; the result is float32 if it differs.
+    """
+    if not len(changes):
         return logits
-    adjusted = logits.float().clone()
-    if forbidden:
-        adjusted[_index(forbidden, logits)] = -torch.inf
-    if changes:
-        at = _index([(row, change.token) for row, change in changes], logits)
-        numbers = torch.tensor([change[1:] for _, change in changes], device=logits.device)
-        bias, divisor, subtracted = numbers.unbind(-1)
-        biased = adjusted[at] + bias
-        repeated = torch.where(biased > 0, biased / divisor, biased * divisor)
-        adjusted[at] = repeated - subtracted
+    adjusted = logits.to(torch.float32, copy=True)
+    at = changes[:, :2].long().unbind(-1)
+    bias, divisor, subtracted = changes[:, 2:].float().unbind(-1)
+    biased = adjusted[at] + bias
+    repeated = torch.where(biased > 0, biased / divisor, biased * divisor)
+    adjusted[at] = repeated - subtracted
     return adjusted
-
-
-def _index(places: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row and the token of each place, on the device of `like`."""
-    rows, tokens = torch.tensor(places, device=like.device).unbind(-1)
-    return rows, tokens
 
 
 class Sampler:
@@ -245,80 +237,169 @@ class Sampler:
             self.grammar.append(token)
 
 
-def sample(samplers: Sequence[Sampler], logits: Tensor) -> list[int]:
+class _Numbers(NamedTuple):
+    """The numbers that the choice of a batch needs, all of 8 bytes; a part may be empty.
+
+    guided: [guided] int64, the rows with a structure, and masks: theirs, see `masks_of`. changes:
+    see `changes_of`. draws: [6, drawn] float64: the row, a number from 0 to below 1, temperature,
+    min_p, the most tokens and the most probability that are left, for each row that is drawn; the
+    rows that are sorted for it come first. scored: [scored] int64, the rows with log-probabilities.
+    """
+
+    guided: Tensor
+    masks: Tensor
+    changes: Tensor
+    draws: Tensor
+    scored: Tensor
+
+    def sent(self, table: StepTable) -> "_Numbers":
+        """Return them on the device of `table`."""
+        used = [part for part in self if part.numel()]
+        if not used:
+            return self
+        sent = iter(table.send([part.flatten() for part in used]))
+        return _Numbers(*[next(sent).view(part.shape) if part.numel() else part for part in self])
+
+
+def _numbers_of(samplers: Sequence[Sampler], vocabulary: int) -> _Numbers:
+    """Return the numbers of a batch on the host; each row that is drawn takes its next number."""
+    drawn = {row for row, one in enumerate(samplers) if not one.is_greedy}
+    cut = [row for row in drawn if _is_sorted(samplers[row].options)]
+    order = [*cut, *drawn.difference(cut)]
+    draws = [_draw_numbers(row, samplers[row], vocabulary) for row in order]
+    scored = [row for row, one in enumerate(samplers) if one.options.logprobs is not None]
+    return _Numbers(
+        *masks_of([one.grammar for one in samplers], vocabulary),
+        changes_of([one.history for one in samplers], vocabulary),
+        torch.tensor(draws, dtype=torch.float64).T if draws else NO_NUMBERS,
+        torch.tensor(scored) if scored else NO_NUMBERS,
+    )
+
+
+def _is_sorted(options: Sampling) -> bool:
+    return options.top_k > 0 or options.top_p < 1.0
+
+
+def _draw_numbers(row: int, sampler: Sampler, vocabulary: int) -> tuple[float, ...]:
+    options = sampler.options
+    temperature = max(options.temperature, _TEMPERATURE_MIN)
+    tokens_max = min(options.top_k or vocabulary, vocabulary)
+    return (row, sampler.uniform(), temperature, options.min_p, tokens_max, options.top_p)
+
+
+def sample(samplers: Sequence[Sampler], logits: Tensor, table: StepTable) -> list[int]:
     """Return each row's next token, and store its log-probability if it is requested.
 
-    logits: [rows, vocabulary], unchanged. `NOT_FINITE` stands for a token of a row with NaN or +inf
-    anywhere, or -inf everywhere, and `NOT_STRUCTURED` for one whose structure can't be followed.
+    logits: [rows, vocabulary], unchanged. table: memory on their device. `NOT_FINITE` stands for a
+    token of a row with NaN or +inf anywhere, or -inf everywhere, and `NOT_STRUCTURED` for one whose
+    structure can't be followed.
+
+    All numbers are sent to the device by one copy, which the host gathers while the device computes
+    the logits, and the results are read at once; again only if a row needs more candidates.
     """
-    grammars = [sampler.grammar for sampler in samplers]
-    tokens = _choose(samplers, apply_masks(grammars, logits))
-    scored = [row for row, one in enumerate(samplers) if one.options.logprobs is not None]
-    chosen = _score(samplers, scored, logits, tokens) if scored else tokens.tolist()
+    numbers = _numbers_of(samplers, logits.shape[-1]).sent(table)
+    choice = _Choice(samplers, numbers, logits)
+    top = max([one.options.logprobs or 0 for one in samplers])
+    while True:
+        tokens, needs_more = choice.tokens()
+        scores = _scores(numbers.scored, logits, tokens, top)
+        found = _read(tokens, needs_more, scores)
+        if needs_more is None or not found[len(samplers)]:
+            break
+        choice.sort_more()
+    if scores is not None:
+        _store_logprobs(samplers, found, scores.shape[1])
     return [
-        NOT_STRUCTURED if grammar is not None and grammar.error else int(token)
-        for grammar, token in zip(grammars, chosen, strict=True)
+        NOT_STRUCTURED if one.grammar is not None and one.grammar.error else int(token)
+        for one, token in zip(samplers, found, strict=False)
     ]
 
 
-def _score(
-    samplers: Sequence[Sampler], rows: list[int], logits: Tensor, tokens: Tensor
-) -> list[float]:
-    """Store the log-probabilities of these rows' tokens; return the tokens of all rows.
+def _scores(scored: Tensor, logits: Tensor, tokens: Tensor, top: int) -> Tensor | None:
+    """Return the table of `score` for the rows `scored`; None if there are none."""
+    if not len(scored):
+        return None
+    if len(scored) < len(logits):
+        logits, tokens = logits[scored], tokens[scored]
+    return score(logits, tokens.clamp(min=0), top)
 
-    Everything is read back from the device at once.
+
+def _read(*parts: Tensor | None) -> list[float]:
+    """Return the numbers of all parts, which are read from the device at once."""
+    own = [part for part in parts if part is not None]
+    if len(own) == 1:
+        return own[0].tolist()
+    return torch.cat([part.double().flatten() for part in own]).tolist()
+
+
+def _store_logprobs(samplers: Sequence[Sampler], found: list[float], width: int) -> None:
+    """Store the entries of the rows that request them; found: ends with `width` numbers of each."""
+    scored = [(row, one) for row, one in enumerate(samplers) if one.options.logprobs is not None]
+    begins = range(len(found) - width * len(scored), len(found), width)
+    for (row, one), begin in zip(scored, begins, strict=True):
+        own = found[begin : begin + width]
+        one.logprob = _entry(int(found[row]), own, one.options.logprobs or 0)
+
+
+class _Choice:
+    """The choice of a batch's tokens on the device, repeated if more candidates are needed.
+
+    `candidates`: the number of most likely tokens that are sorted.
     """
-    is_part = len(rows) < len(samplers)
-    own, chosen = (logits[rows], tokens[rows]) if is_part else (logits, tokens)
-    tops = [samplers[row].options.logprobs or 0 for row in rows]
-    table = score(own, chosen.clamp(min=0), max(tops))
-    found: list[float] = torch.cat([tokens.double(), table.flatten()]).tolist()
-    count, width = len(samplers), table.shape[1]
-    for row, top, at in zip(rows, tops, range(count, len(found), width), strict=True):
-        samplers[row].logprob = _entry(int(found[row]), found[at : at + width], top)
-    return found[:count]
 
+    def __init__(self, samplers: Sequence[Sampler], numbers: _Numbers, logits: Tensor) -> None:
+        drawn = [one.options for one in samplers if not one.is_greedy]
+        most = max([CANDIDATES, *[one.top_k for one in drawn]])
+        self.candidates = min(most, logits.shape[-1])
+        self._sorted = len([one for one in drawn if _is_sorted(one)])
+        self._draws = numbers.draws
+        guided = apply_masks(numbers.guided, numbers.masks, logits)
+        scores = adjust_logits(numbers.changes, guided)
+        # NaN and +inf survive the maximum, which is -inf if every token is forbidden. `isfinite`
+        # launches twice as many kernels.
+        highest, self._best = scores.max(-1)
+        self._is_finite = highest.abs() < math.inf
+        if drawn:
+            self._rows = self._draws[0].long()
+            self._weights = self._weights_of(scores, max([one.min_p for one in drawn]) > 0.0)
 
-def _choose(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:
-    """Return each row's next token, or `NOT_FINITE`: [rows] int64 on the device."""
-    scores = adjust_logits([sampler.history for sampler in samplers], logits)
-    # NaN and +inf survive the maximum, which is -inf if every token is forbidden.
-    highest, tokens = scores.max(-1)
-    is_finite = highest.isfinite()
-    rows = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
-    if rows:
-        own = scores[rows].to(torch.float32)
-        # Rows that are not finite are drawn from zeros instead, and marked below.
-        own.masked_fill_(~is_finite[rows, None], 0.0)
-        tokens[rows] = _draw([samplers[row] for row in rows], own)
-    return tokens.where(is_finite, NOT_FINITE)
+    def _weights_of(self, scores: Tensor, has_min_p: bool) -> Tensor:
+        """Return the weights of all tokens of the rows that are drawn; the largest is 1."""
+        own = scores[self._rows].float()
+        # Rows that are not finite are drawn from zeros instead, and marked later.
+        own.masked_fill_(~self._is_finite[self._rows, None], 0.0)
+        # The maximum is subtracted before the division, so that no small temperature overflows.
+        own -= own.amax(-1, keepdim=True)
+        weights = own.div_(self._draws[2, :, None].float()).exp_()
+        return weights.where(weights >= self._draws[3, :, None], 0.0) if has_min_p else weights
 
+    def tokens(self) -> tuple[Tensor, Tensor | None]:
+        """Return each row's token, or `NOT_FINITE`, and whether a row needs more candidates.
 
-def _draw(samplers: Sequence[Sampler], scores: Tensor) -> Tensor:
-    """Draw a token per row; scores: [rows, vocabulary] float32, overwritten."""
-    options = [sampler.options for sampler in samplers]
-    uniform = _column([sampler.uniform() for sampler in samplers], scores)
-    # The maximum is subtracted before the division, so that no small temperature overflows.
-    scores -= scores.amax(-1, keepdim=True)
-    temperatures = [max(one.temperature, _TEMPERATURE_MIN) for one in options]
-    weights = scores.div_(_column(temperatures, scores).float()).exp_()
-    if any(one.min_p for one in options):
-        # The largest weight is 1.
-        weights = weights.where(weights >= _column([one.min_p for one in options], scores), 0.0)
-    tokens = torch.empty(len(samplers), dtype=torch.int64, device=scores.device)
-    sorted_rows = [row for row, one in enumerate(options) if one.top_k or one.top_p < 1.0]
-    other_rows = [row for row, one in enumerate(options) if not (one.top_k or one.top_p < 1.0)]
-    if sorted_rows:
-        chosen = [options[row] for row in sorted_rows]
-        tokens[sorted_rows] = _draw_sorted(chosen, weights[sorted_rows], uniform[sorted_rows])
-    if other_rows:
-        tokens[other_rows] = _draw_unsorted(weights[other_rows], uniform[other_rows])
-    return tokens
+        [rows] int64, and [] bool, or None if no row can need more.
+        """
+        tokens, needs_more = self._best, None
+        if self._draws.numel():
+            drawn, needs_more = self._draw()
+            tokens = tokens.scatter(0, self._rows, drawn)
+        return tokens.where(self._is_finite, NOT_FINITE), needs_more
 
+    def sort_more(self) -> None:
+        """Sort more candidates from now on."""
+        self.candidates = min(_CANDIDATES_GROWTH * self.candidates, self._weights.shape[-1])
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    """Return a column on the device of `like`, [rows, 1] float64."""
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+    def _draw(self) -> tuple[Tensor, Tensor | None]:
+        """Return a token of each row that is drawn, and whether one needs more candidates."""
+        count = self._sorted
+        _, uniform, _, _, limit, top_p = self._draws.unsqueeze(-1).unbind()
+        needs_more, parts = None, []
+        if count:
+            own = self._weights[:count], uniform[:count], limit[:count], top_p[:count]
+            tokens, needs_more = _draw_sorted(*own, self.candidates)
+            parts.append(tokens)
+        if count < len(self._weights):
+            parts.append(_draw_unsorted(self._weights[count:], uniform[count:]))
+        return torch.cat(parts), needs_more
 
 
 def _draw_unsorted(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -336,26 +417,27 @@ def _draw_unsorted(weights: Tensor, uniform: Tensor) -> Tensor:
     return (chunk * _CHUNK + token)[:, 0]
 
 
-def _draw_sorted(options: Sequence[Sampling], weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from the `top_k` most likely tokens that are needed to reach `top_p`."""
-    vocabulary = weights.shape[-1]
-    limits = [min(one.top_k or vocabulary, vocabulary) for one in options]
-    top_p = _column([one.top_p for one in options], weights)
-    limit = torch.tensor(limits, device=weights.device)[:, None]
+def _draw_sorted(
+    weights: Tensor, uniform: Tensor, limit: Tensor, top_p: Tensor, size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Draw from the `limit` most likely tokens that are needed to reach `top_p`.
+
+    weights: [rows, vocabulary] float32; the others: [rows, 1] float64. Returns a token per row, and
+    whether a row needs more candidates than `size`, None if these are all tokens.
+    """
     total = weights.sum(-1, keepdim=True, dtype=torch.float64)
-    size = min(vocabulary, max([CANDIDATES, *(one.top_k for one in options)]))
-    while True:
-        top = weights.topk(size)
-        reached = top.values.double().cumsum(-1)
-        mass = reached.gather(-1, (limit - 1).clamp(max=size - 1)).where(limit <= size, total)
-        if size == vocabulary or bool(((limit <= size) | (reached[:, -1:] >= top_p * mass)).all()):
-            break
-        size = min(vocabulary, size * _CANDIDATES_GROWTH)
+    top = weights.topk(size)
+    reached = top.values.double().cumsum(-1)
+    last = (limit.long() - 1).clamp(max=size - 1)
+    mass = reached.gather(-1, last).where(limit <= size, total)
+    needs_more = None
+    if size < weights.shape[-1]:
+        needs_more = ((limit > size) & (reached[:, -1:] < top_p * mass)).any()
     rank = torch.arange(size, device=weights.device)
     before = reached - top.values
     kept = top.values.double().where((rank < limit) & (before < top_p * mass), 0.0)
     index, _ = _invert(kept, uniform * kept.sum(-1, keepdim=True))
-    return top.indices.gather(-1, index)[:, 0]
+    return top.indices.gather(-1, index)[:, 0], needs_more
 
 
 def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

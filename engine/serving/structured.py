@@ -36,6 +36,9 @@ LIMITS: Final[dict[str, Any]] = {
 
 _BITS: Final = 32
 
+NO_NUMBERS: Final = torch.zeros(0, dtype=torch.int64)
+"""Stands for a part of a batch's numbers that no row needs."""
+
 # One space, or a line break with its indentation: a model can't continue with spaces for ever.
 _JSON_OPTIONS: Final[Any] = {"whitespace_pattern": r" ?|\n {0,32}"}
 _ERROR_CHARACTERS: Final = 300
@@ -73,25 +76,36 @@ class GrammarMatcher:
         return self._matcher
 
 
-def apply_masks(grammars: Sequence[GrammarMatcher | None], logits: Tensor) -> Tensor:
-    """Return the logits with -inf for the tokens that a row's grammar does not allow.
+def masks_of(grammars: Sequence[GrammarMatcher | None], vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return the rows with a grammar and the masks of the tokens that it allows, on the host.
 
-    grammars: one per row, None for rows without a structure. logits: [rows, vocabulary], unchanged;
-    the same tensor is returned if no row has one. All masks are computed, transferred and
-    applied together.
+    grammars: one per row, None for rows without a structure. The rows are [guided] int64. The masks
+    have a bit per token, each row's in words of 32; two words are a number of the result, int64.
+    All masks are computed together.
     """
     guided = [(row, grammar) for row, grammar in enumerate(grammars) if grammar is not None]
     if not guided:
+        return NO_NUMBERS, NO_NUMBERS
+    words = -(-vocabulary // _BITS)
+    masks = torch.zeros(-(-len(guided) * words // 2), dtype=torch.int64)
+    targets = [(grammar.matcher, at) for at, (_, grammar) in enumerate(guided)]
+    _executor().unsafe_compute_mask_ptr(targets, masks.data_ptr(), 4 * words, len(guided))
+    return torch.tensor([row for row, _ in guided]), masks
+
+
+def apply_masks(rows: Tensor, masks: Tensor, logits: Tensor) -> Tensor:
+    """Return the logits with -inf for the tokens that a row's mask does not allow.
+
+    rows, masks: those of `masks_of`, on the device of `logits`. logits: [rows, vocabulary],
+    unchanged; the same tensor is returned if no row has a mask.
+    """
+    if not len(rows):
         return logits
     vocabulary = logits.shape[-1]
     words = -(-vocabulary // _BITS)
-    masks = torch.zeros(len(guided), words, dtype=torch.int32)
-    targets = [(grammar.matcher, at) for at, (_, grammar) in enumerate(guided)]
-    _executor().unsafe_compute_mask_ptr(targets, masks.data_ptr(), 4 * words, len(guided))
-    rows = torch.tensor([row for row, _ in guided], device=logits.device)
+    own = masks.view(torch.int32)[: len(rows) * words].view(-1, words, 1)
     bits = torch.arange(_BITS, dtype=torch.int32, device=logits.device)
-    allowed = (masks.to(logits.device)[:, :, None] >> bits) & 1
-    forbidden = allowed.flatten(1)[:, :vocabulary] == 0
+    forbidden = ((own >> bits) & 1).flatten(1)[:, :vocabulary] == 0
     masked = logits.clone()
     masked[rows] = logits[rows].masked_fill(forbidden, -torch.inf)
     return masked

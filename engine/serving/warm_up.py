@@ -33,7 +33,9 @@ def warm_up(
         _run(model, punica, (-(-tokens // width), width), adapters, max_loras)
     if batches:
         took_s = round(time.monotonic() - before, 3)
-        _log.info("the LoRA kernels are compiled", batches=len(batches), took_s=took_s)
+        _log.info(
+            "the kernels are compiled", batches=len(batches), fused=model.fused, took_s=took_s
+        )
 
 
 def _run(

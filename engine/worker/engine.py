@@ -30,8 +30,7 @@ from loradock.engine.parallel import ParallelGroup
 from loradock.engine.residency.pinned import PinnedMemory
 from loradock.engine.residency.residency import OperationJob, Residency
 from loradock.engine.serving.queue import SlotTable
-from loradock.engine.serving.scheduler import choose_scheduler
-from loradock.engine.serving.turns import SlotTurns
+from loradock.engine.serving.scheduler import SlotTurns, choose_scheduler
 from loradock.engine.serving.warm_up import warm_up
 from loradock.engine.worker.controller_link import SeenOperations
 from loradock.engine.worker.meter import Meter

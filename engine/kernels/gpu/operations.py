@@ -29,6 +29,7 @@ from loradock.engine.kernels.gpu.experts import (
     launch_experts_shrink,
     launch_experts_sum,
 )
+from loradock.engine.kernels.gpu.fused import rms_norm, rotate
 from loradock.engine.kernels.gpu.launch import (
     LayerOperandCache,
     LayerOperands,
@@ -51,42 +52,44 @@ from loradock.engine.kernels.gpu.tile_configs import (
     experts_regime_of,
     regime_of,
 )
-from loradock.engine.kernels.interface import Kernels
+from loradock.engine.kernels.interface import FusedOperations, Kernels
 from loradock.engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
-Output = TypeVar("Output", bound=Tensor | Sequence[Tensor])
+First = TypeVar("First", bound=Tensor | Sequence[Tensor])
 Others = ParamSpec("Others")
+Result = TypeVar("Result")
 
 
 def triton_kernels(batch_invariant: bool) -> Kernels:
     """Create the Triton kernels with their own scratch memory."""
     operations = TritonOperations(batch_invariant)
     return Kernels(
-        shrink=on_device_of_output(operations.shrink),
-        expand=on_device_of_output(operations.expand),
-        linear=on_device_of_output(operations.linear),
-        embedding=on_device_of_output(operations.embedding),
-        experts=on_device_of_output(operations.experts),
-        experts_shrink=on_device_of_output(operations.experts_shrink),
-        experts_expand=on_device_of_output(operations.experts_expand),
+        shrink=on_device_of_first(operations.shrink),
+        expand=on_device_of_first(operations.expand),
+        linear=on_device_of_first(operations.linear),
+        embedding=on_device_of_first(operations.embedding),
+        experts=on_device_of_first(operations.experts),
+        experts_shrink=on_device_of_first(operations.experts_shrink),
+        experts_expand=on_device_of_first(operations.experts_expand),
         plan_linear=operations.plan_linear,
-        attention=on_device_of_output(TritonAttention(batch_invariant)),
+        attention=on_device_of_first(TritonAttention(batch_invariant)),
+        fused=FusedOperations(on_device_of_first(rms_norm), on_device_of_first(rotate)),
         variant_of=operations.variant_of,
     )
 
 
-def on_device_of_output(
-    operation: Callable[Concatenate[Output, Others], None],
-) -> Callable[Concatenate[Output, Others], None]:
-    """Return an operation that runs with the device of its output as the current device.
+def on_device_of_first(
+    operation: Callable[Concatenate[First, Others], Result],
+) -> Callable[Concatenate[First, Others], Result]:
+    """Return an operation that runs with the device of its first operand as the current device.
 
     Triton launches on the current device, which a model on another device does not change.
     """
 
-    def launch(y: Output, /, *others: Others.args, **named: Others.kwargs) -> None:
-        device = y.device if isinstance(y, Tensor) else y[0].device
+    def launch(first: First, /, *others: Others.args, **named: Others.kwargs) -> Result:
+        device = first.device if isinstance(first, Tensor) else first[0].device
         with _current(device):
-            operation(y, *others, **named)
+            return operation(first, *others, **named)
 
     return launch
 

@@ -18,7 +18,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
 def test_the_interpreted_kernels_pass_the_shared_tests() -> None:
     operations = (
         *("linear", "shrink_expand", "embedding", "checks", "traffic"),
-        *("experts", "experts_shrink_expand", "offsets", "block_attention"),
+        *("experts", "experts_shrink_expand", "offsets", "block_attention", "fused"),
     )
     paths = [str(TESTS / f"test_{operation}.py") for operation in operations]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]

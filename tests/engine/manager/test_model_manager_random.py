@@ -44,7 +44,7 @@ ROWS_MAX = 5
 ids = st.sampled_from(IDS)
 contents = st.sampled_from(CONTENTS)
 SETTINGS = settings(
-    max_examples=12,
+    max_examples=8,
     stateful_step_count=25,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -204,7 +204,7 @@ class ArenaMachine(RuleBasedStateMachine):
                 self.arena.check_generation(slot, self.generations[slot])
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+ArenaMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 test_arena_against_a_dictionary = ArenaMachine.TestCase
 
 

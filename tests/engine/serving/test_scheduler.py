@@ -204,13 +204,13 @@ LONG = tuple(7 * index % 250 for index in range(60))
 MIXED = [(name, prompt) for prompt in (LONG, LONG[:41], *PROMPTS) for name in (None, *NAMES[:2])]
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 16, 50])
-def test_chunks_change_no_token(bench_of: Any, no_eos: None, tokens: int) -> None:
+def test_chunks_change_no_token(bench_of: Any, no_eos: None) -> None:
     whole = bench_of(max_num_batched_tokens=4096)
     expected = [whole.alone(*request) for request in MIXED]
-    chunked = bench_of(max_num_batched_tokens=tokens)
-    assert chunked.scheduler.batch.budget.chunks
-    assert chunked.outputs(MIXED, steps_between=1) == expected
+    for tokens in (1, 3, 16, 50):
+        chunked = bench_of(max_num_batched_tokens=tokens)
+        assert chunked.scheduler.batch.budget.chunks
+        assert chunked.outputs(MIXED, steps_between=1) == expected
 
 
 @pytest.fixture(scope="module")
@@ -339,21 +339,21 @@ def test_a_client_waits_for_a_bounded_number_of_tokens_of_a_flood(
     bench = bench_of(
         max_num_seqs=4,
         max_num_batched_tokens=budget,
-        queue_requests_max=40,
+        queue_requests_max=16,
         paged_attention=is_paged,
     )
     expected = bench.alone(None, PROMPTS[0], Sampling(max_tokens=2))
     passes: list[list[int]] = []
     bench.intercept(monkeypatch, lambda tokens, run: passes.append(tokens) or run())
     flood = [
-        bench.start(None, (*range(100), number), Sampling(max_tokens=20), request_id=f"a:{number}")
-        for number in range(40)
+        bench.start(None, (*range(50), number), Sampling(max_tokens=20), request_id=f"a:{number}")
+        for number in range(16)
     ]
     bench.run(steps=3)
-    for number in range(40, 80 - len(bench.scheduler._waiting)):
-        bench.start(None, (*range(100), number), Sampling(max_tokens=2), request_id=f"a:{number}")
-    with pytest.raises(EngineError, match="40 of them of this client"):
-        bench.start(None, tuple(range(100)), request_id="a:more")
+    for number in range(16, 32 - len(bench.scheduler._waiting)):
+        bench.start(None, (*range(50), number), Sampling(max_tokens=2), request_id=f"a:{number}")
+    with pytest.raises(EngineError, match="16 of them of this client"):
+        bench.start(None, tuple(range(50)), request_id="a:more")
     passes.clear()
     bench.start(None, PROMPTS[0], Sampling(max_tokens=2), request_id="b:1")
     tokens: list[int] = []
@@ -383,17 +383,14 @@ def test_no_row_is_preempted_for_a_less_urgent_request(
     assert isinstance(bench.end(other), GenerationEnded)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("none"),
-        MemoryError(),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory"
-        ),
-    ],
+LACKS_OF_MEMORY = (
+    torch.OutOfMemoryError("none"),
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory"),
 )
-@pytest.mark.parametrize("at", range(1, 13, 2))
+
+
+@pytest.mark.parametrize(("at", "error"), [*zip(range(1, 13, 2), 2 * LACKS_OF_MEMORY, strict=True)])
 def test_a_lack_of_memory_ends_no_sequence_that_fits_alone(
     bench_of: Any, no_eos: None, monkeypatch: pytest.MonkeyPatch, error: Exception, at: int
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from loradock.engine.serving.turns import PROMPT_STEPS_MAX, TURN_S_MAX
+from loradock.engine.serving.scheduler import PROMPT_STEPS_MAX, TURN_S_MAX
 from loradock.messages import commands, reports
 from loradock.messages.ids import GPU_SLOT, PINNED
 from tests.support.engine.engine_bench import EngineBench

@@ -30,6 +30,7 @@ from loradock.engine.kernels.gpu.experts import (
     experts_shrink_kernel,
     experts_sum_kernel,
 )
+from loradock.engine.kernels.gpu.fused import rms_norm_kernel, rotate_kernel
 from loradock.engine.kernels.gpu.linear import fused_kernel
 from loradock.engine.kernels.gpu.shrink_expand import (
     expand_kernel,
@@ -70,6 +71,7 @@ PAIRS = {"tile_starts": "*i64", "keys": "*i64", "pairs": "*i64"}
 NOT_ALIGNED = {
     *("directory_stride", "y_offset", "experts", "pair_count", "heads", "table_stride"),
     *("row_count", "part_rows", "part_count", "window", "chunk"),
+    *("tokens", "query_heads", "key_heads"),
 }
 """Arguments without a promised alignment; others are multiples of 16 in every model."""
 
@@ -79,7 +81,7 @@ class Job(NamedTuple):
 
     kernel: Any
     pointers: dict[str, str]
-    constants: dict[str, int]
+    constants: dict[str, float]
     warps: int
     stages: int
 
@@ -162,6 +164,19 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
     for config in EXPERTS_CONFIGS[architecture].values():
         yield from _experts_jobs(config, dtype)
     yield from _attention_jobs(dtype)
+    # A layer of 4096 with 32 heads of 128.
+    yield Job(
+        rms_norm_kernel,
+        {"y": own, "x": own, "weight": own, "eps": "fp32"},
+        {"OFFSET": 0.0, "BLOCK": 4096},
+        *(8, 3),
+    )
+    yield Job(
+        rotate_kernel,
+        dict.fromkeys(("query_out", "key_out", "query", "keys", "cos", "sin"), own),
+        {"HALF": 64, "BLOCK_H": 32, "BLOCK": 64},
+        *(4, 3),
+    )
 
 
 def _expand_jobs(splits: int, config: ExpandConfig, dtype: str) -> Iterator[Job]:

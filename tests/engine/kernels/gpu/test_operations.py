@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from loradock.engine.kernels.gpu.operations import on_device_of_output
+from loradock.engine.kernels.gpu.operations import on_device_of_first
 
 
 def test_an_operation_runs_on_the_device_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_an_operation_runs_on_the_device_of_its_output(monkeypatch: pytest.Monke
         entered.append(f"launched {scale}")
 
     monkeypatch.setattr(torch.cuda, "device", enter)
-    launch = on_device_of_output(operation)
+    launch = on_device_of_first(operation)
     with FakeTensorMode():
         second = torch.empty(1, device="cuda:1")
     for y in (second, [second, second]):
