@@ -40,7 +40,7 @@ class LabOptions(Struct, frozen=True, kw_only=True):
             flag="--policies",
             metavar="NAMES",
         ),
-    ] = "fifo,lru,sieve,gdsf,adaptive"
+    ] = "fifo,lru,sieve,gdsf,lrfu,adaptive"
     memory: Annotated[
         float,
         option("Memory, as a share of the bytes of all adapters.", ge=0.001, le=1, metavar="SHARE"),
@@ -94,16 +94,16 @@ def lab(
     names = options.policies.split(",")
     _check_policies(names)
     made = _workloads(workloads or [], options)
-    with output.progress("simulating"):
-        rows = [
-            row for one in made for row in compare(one, names, options.memory, serve=options.serve)
-        ]
-        plotted = [
-            row
-            for one in (made if draw is not None else ())
-            for share in _PLOTTED
-            for row in compare(one, names, share)
-        ]
+    shares = () if draw is None else _PLOTTED
+    with output.progress("simulating", len(made) * len(names) * (1 + len(shares))) as advance:
+        rows, plotted = [], []
+        for one in made:
+            for row in compare(one, names, options.memory, serve=options.serve):
+                rows.append(row)
+                advance(1)
+            for row in (row for share in shares for row in compare(one, names, share)):
+                plotted.append(row)
+                advance(1)
     _show_rows(output, rows)
     if draw is not None and plot is not None:
         draw(plotted, plot)
@@ -184,14 +184,17 @@ def advise(
     as_json: AsJson = False,
 ) -> None:
     """Show which changes of the settings would have gained most for the logged requests."""
-    from loradock.lab.advice import GAIN_MIN
+    from loradock.lab.advice import GAIN_MIN, simulations
     from loradock.lab.advice import advise as advice_for
     from loradock.lab.traffic import read_traffic
 
     output = output_of(ctx, as_json)
     chosen = directory or directory_of(ctx)
-    with open_log(chosen) as log_directory, output.progress("simulating"):
-        found = advice_for(read_traffic(log_directory), seed)
+    with open_log(chosen) as log_directory:
+        with output.progress("reading the log"):
+            traffic = read_traffic(log_directory)
+        with output.progress("simulating", simulations(traffic)) as advance:
+            found = advice_for(traffic, seed, advance)
     if output.as_json:
         output.document(found)
         return
@@ -199,7 +202,7 @@ def advise(
         output.text(_advice_text(number, advice, chosen))
     if not found:
         output.text(
-            "No change of policy, slots, bytes, holds or replicas would have gained "
+            "No change of policy, slots, bytes, holds, prefetches or replicas would have gained "
             f"{100 * GAIN_MIN:.0f} %."
         )
 

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from loradock.lab.simulator import Changes, Run
     from loradock.lab.traffic import Traffic
 
-_SHORT: Final = {"slots": "max-loras"}
+_ALIASES: Final = {"slots": "max-loras"}
 _OTHERS: Final = ("policy", "holds", "prefetch", "storage", "arrivals")
-_RUNS: Final = ("as logged", "simulated as logged", "what if")
+_PREFETCHES: Final = ("as-logged", "none", "history")
+_DIGEST_SHOWN: Final = 16
+_RUNS: Final = ("as logged", "simulated", "what if")
 
 
 def parse_what_if(text: str) -> "Changes":
@@ -29,7 +31,7 @@ def parse_what_if(text: str) -> "Changes":
     limits: dict[str, int] = {}
     for change in text.split(","):
         name, _, value = change.partition("=")
-        option = LIMITS.get(_SHORT.get(name, name))
+        option = LIMITS.get(_ALIASES.get(name, name.replace("_", "-")))
         try:
             if not value:
                 raise ValueError("a change is NAME=VALUE")
@@ -38,7 +40,7 @@ def parse_what_if(text: str) -> "Changes":
             elif name in _OTHERS:
                 values[name] = _parsed(name, value)
             else:
-                known = ", ".join((*_OTHERS, *_SHORT, *LIMITS))
+                known = ", ".join((*_OTHERS, *LIMITS))
                 raise ValueError(f"there is no {name!r}; known are {known}")
         except ValueError as error:
             raise CommandError(ExitCode.USAGE, f"--what-if {change}: {error}") from error
@@ -51,9 +53,10 @@ def _parsed(name: str, value: str) -> Any:
     if name == "holds":
         return () if value == "none" else tuple(value.split("+"))
     if name == "prefetch":
-        if value not in ("as-logged", "none"):
-            raise ValueError(f"prefetch must be as-logged or none, got {value!r}")
-        return value == "as-logged"
+        if value not in _PREFETCHES:
+            known = " or ".join(_PREFETCHES)
+            raise ValueError(f"prefetch must be {known}, got {value!r}")
+        return value
     factor = float(value)
     if not 0 < factor < 1e6:
         raise ValueError(f"{name} must be a factor above 0, got {value}")
@@ -67,6 +70,8 @@ def what_if_text(changes: "Changes") -> str:
     found += [f"{names[field]}={value}" for field, value in changes.limits.items()]
     if changes.holds is not None:
         found.append(f"holds={'+'.join(changes.holds) or 'none'}")
+    if changes.prefetch != "as-logged":
+        found.append(f"prefetch={changes.prefetch}")
     factors = (("storage", changes.storage), ("arrivals", changes.arrivals))
     found += [f"{name}={factor:g}" for name, factor in factors if factor != 1]
     return ",".join(found)
@@ -106,6 +111,8 @@ def _show(output: "Output", traffic: "Traffic", repeated: "Run", changed: "Run")
         return
     assert traffic.logged is not None  # noqa: S101 - it is of a log
     columns = [_column(one) for one in (traffic.logged, repeated.outcome, changed.outcome)]
+    # They are judged in simulations alone.
+    columns[0] |= {name: "" for name in columns[0] if name.startswith("- ")}
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     output.show(FittingTable(("", *_RUNS), rows, kept=4))
     if traffic.simplified:
@@ -113,23 +120,29 @@ def _show(output: "Output", traffic: "Traffic", repeated: "Run", changed: "Run")
 
 
 def _column(outcome: "Outcome") -> dict[str, str]:
+    """Return the cells of a run by the names of the rows; all fit into 80 columns."""
     return {
         "policy": outcome.policy,
         "requests": f"{outcome.requests} ({outcome.refused} refused)",
         "loads": str(outcome.loads),
         "bytes loaded": f"{outcome.load_bytes / 1e6:.1f} MB",
         "slot writes": str(outcome.activations),
-        "load, stage and write": f"{outcome.load_s:.2f} s",
-        "wait p50 / p95 / p99": _percentiles(outcome.wait_s),
-        "first token p50 / p95 / p99": _percentiles(outcome.first_token_s),
-        "tokens per second": f"{outcome.tokens_per_s:.1f}",
+        "load and write": f"{outcome.load_s:.2f} s",
+        **_percentiles("wait", outcome.wait_s),
+        **_percentiles("first token", outcome.first_token_s),
+        "tokens/s": f"{outcome.tokens_per_s:.1f}",
         "fairness (Jain)": f"{outcome.fairness:.3f}",
-        "digest": outcome.digest,
+        "prefetches": str(outcome.prefetches),
+        "- useful": str(outcome.prefetches_useful),
+        "- useless": str(outcome.prefetches_useless),
+        "- harmful": str(outcome.prefetches_harmful),
+        "digest": outcome.digest[:_DIGEST_SHOWN],
     }
 
 
-def _percentiles(found: "Percentiles") -> str:
-    return " / ".join(f"{1000 * value:.1f}" for value in (found.p50, found.p95, found.p99)) + " ms"
+def _percentiles(name: str, found: "Percentiles") -> dict[str, str]:
+    values = {"p50": found.p50, "p95": found.p95, "p99": found.p99}
+    return {f"{name} {p}": f"{1000 * value:.1f} ms" for p, value in values.items()}
 
 
 def _drawing(traffic: "Traffic", changed: "Run") -> str:

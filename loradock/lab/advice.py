@@ -4,7 +4,7 @@ Each change is simulated and compared with the simulation of the log as it was, 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from msgspec import Struct
@@ -37,18 +37,30 @@ class Advice(Struct, frozen=True, kw_only=True):
     after: Outcome
 
 
-def advise(traffic: Traffic, seed: int = 0) -> list[Advice]:
-    """Return up to three changes of different kinds that would have gained, best first."""
+def advise(
+    traffic: Traffic, seed: int = 0, observe: Callable[[int], None] = lambda _: None
+) -> list[Advice]:
+    """Return up to three changes of different kinds that would have gained, best first.
+
+    `observe` is called with 1 after each of the `simulations` that it makes.
+    """
     before = simulate(traffic, seed=seed).outcome
     best: dict[str, Advice] = {}
     for kind, changes, cost in _candidates(traffic):
+        observe(1)
         after = simulate(traffic, changes, seed).outcome
         gain = _gain(before, after)
         if gain >= GAIN_MIN and (kind not in best or gain > best[kind].gain):
             best[kind] = Advice(
                 kind=kind, changes=changes, cost=cost, gain=gain, before=before, after=after
             )
+    observe(1)
     return sorted(best.values(), key=lambda one: -one.gain)[:_ADVICE_MAX]
+
+
+def simulations(traffic: Traffic) -> int:
+    """Return the number of simulations that advice needs."""
+    return 1 + sum(1 for _ in _candidates(traffic))
 
 
 def _gain(before: Outcome, after: Outcome) -> float:
@@ -86,6 +98,8 @@ def _candidates(traffic: Traffic) -> Iterator[tuple[str, Changes, str]]:
     if held := _popular(traffic, limits.max_loras // 4):
         cost = f"{len(held)} of {limits.max_loras} slots, which others cannot use"
         yield "holds", Changes(holds=held), cost
+    restart = "nothing; a restart with --prefetch-history"
+    yield "prefetch", Changes(prefetch="history"), restart
     yield "replicas", Changes(arrivals=0.5), "a second server, which takes half of the requests"
 
 

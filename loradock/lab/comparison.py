@@ -13,7 +13,7 @@ from loradock.lab.outcome import Outcome
 from loradock.lab.simulator import Changes, simulate
 from loradock.lab.workloads import Workload
 
-COMPARED: Final = ("fifo", "lru", "sieve", "gdsf", "adaptive")
+COMPARED: Final = ("fifo", "lru", "sieve", "gdsf", "lrfu", "adaptive")
 """The policies that a comparison has unless others are named."""
 
 

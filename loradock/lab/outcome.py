@@ -25,7 +25,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     `loads` counts reads of adapter files, `load_bytes` what they read, `load_s` the time of all
     loads, stagings and writes of slots. A wait is the time from an inference's arrival to its
     start. `fairness` is Jain's index of the rates at which adapters were served: 1 if all requests
-    were as fast, 1 / n if the requests of one of n adapters were served alone.
+    were as fast, 1 / n if the requests of one of n adapters were served alone. What prefetches
+    were good for (`PrefetchMeter`) is known of simulations alone.
     """
 
     policy: str
@@ -45,6 +46,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
     duration_s: float
     digest: str
     prefetches: int = 0
+    prefetches_useful: int = 0
+    prefetches_useless: int = 0
+    prefetches_harmful: int = 0
 
 
 class _Request(Struct):

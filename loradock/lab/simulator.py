@@ -10,7 +10,7 @@ import random
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct, field
@@ -25,9 +25,11 @@ from loradock.controller.core.controller import Controller
 from loradock.controller.core.eviction import POLICIES
 from loradock.controller.core.limits import Limits, check_limits
 from loradock.controller.core.rankings import Accepts, Ranking
+from loradock.controller.core.use_history import UseHistory
 from loradock.controller.log.replay import without_garbage_collection
 from loradock.lab.outcome import Meter, Outcome
-from loradock.lab.traffic import Arrival, Facts, Traffic, Work
+from loradock.lab.prefetches import PrefetchMeter
+from loradock.lab.traffic import Arrival, Facts, Traffic, Work, adapters_of
 from loradock.messages import commands, records, reports, requests
 from loradock.messages.errors import ErrorCode
 from loradock.messages.events import Published
@@ -47,18 +49,22 @@ _DONE: Final[dict[type, type]] = {
 }
 
 
+PrefetchChange = Literal["as-logged", "none", "history"]
+
+
 class Changes(Struct, frozen=True, kw_only=True):
     """What a run has other than the traffic's own.
 
     `limits` has the fields of `Limits`. `holds` are the adapters that are held from the start, in
     place of the logged holds. `storage` is how many times as fast files are read, `arrivals` how
-    many times as fast requests arrive. Without `prefetch`, the logged prefetches are left out.
+    many times as fast requests arrive. `prefetch` is "as-logged", "none" (logged prefetches are
+    left out) or "history" (those that `UseHistory` finds are added).
     """
 
     policy: str = ""
     limits: dict[str, int] = {}
     holds: tuple[str, ...] | None = None
-    prefetch: bool = True
+    prefetch: PrefetchChange = "as-logged"
     storage: float = 1.0
     arrivals: float = 1.0
 
@@ -365,6 +371,9 @@ class _Simulation:
         )
         self._traffic, self._changes = traffic, changes
         self._meter = Meter()
+        self._prefetches = PrefetchMeter(self._controller.world)
+        self._history = UseHistory() if changes.prefetch == "history" else None
+        self._prefetched = 0
         self._rng = random.Random(seed)  # noqa: S311 - a simulation
         self._events: list[Published] = []
         self._engines = 0
@@ -380,11 +389,24 @@ class _Simulation:
             message = arrival.message
             if isinstance(message, records.InferenceRequested):
                 self._meter.arrive(message.request_id, message.adapter or "", arrival.time_ns)
+                if self._history is not None and message.adapter:
+                    self._history.use(message.adapter, arrival.time_ns)
             self._handle(message, arrival.body)
+        # Nothing is used any more.
+        self._history = None
         world = self._controller.world
         while world.pending_requests and self._run_next(None):
             pass
-        return Run(self._meter.outcome(self._controller), self._events)
+        self._prefetches.end()
+        return Run(self._outcome(), self._events)
+
+    def _outcome(self) -> Outcome:
+        return msgspec.structs.replace(
+            self._meter.outcome(self._controller),
+            prefetches_useful=self._prefetches.useful,
+            prefetches_useless=self._prefetches.useless,
+            prefetches_harmful=self._prefetches.harmful,
+        )
 
     def _run_until(self, time_ns: int) -> None:
         while self._run_next(time_ns):
@@ -395,13 +417,17 @@ class _Simulation:
     def _run_next(self, limit_ns: int | None) -> bool:
         """Let the next thing happen if it does before a limit; return whether it did."""
         engine_ns, timer_ns = self._engine.next_ns(), self._controller.world.timer_ns
-        times = [time_ns for time_ns in (engine_ns, timer_ns or None) if time_ns is not None]
+        due_ns = None if self._history is None else self._history.next_ns()
+        times = [one for one in (engine_ns, timer_ns or None, due_ns) if one is not None]
         if not times or (limit_ns is not None and min(times) >= limit_ns):
             return False
         self._now_ns = max(self._now_ns, min(times))
         self._feed(self._engine.advance(self._now_ns))
         if 0 < self._controller.world.timer_ns <= self._now_ns:
             self._handle(records.TimerFired())
+        for name in () if self._history is None else self._history.take_due(self._now_ns):
+            self._prefetched += 1
+            self._handle(requests.PrefetchAdapter(f"what-if-prefetch-{self._prefetched}", name))
         return True
 
     def _feed(self, found: list[Any]) -> None:
@@ -431,7 +457,9 @@ class _Simulation:
         return engine
 
     def _handle(self, message: records.Input, body: int = 0) -> None:
+        self._prefetches.before(message)
         actions: list[Action] = self._controller.handle(message, self._now_ns, body)
+        self._prefetches.after(message)
         for action in actions:
             if isinstance(action, SendCommand):
                 self._engine.submit(action.message)
@@ -445,7 +473,7 @@ class _Simulation:
         """Return the ranking that knows the arrivals."""
         uses: defaultdict[str, list[int]] = defaultdict(list)
         for arrival in self._arrivals:
-            for name in _adapters_of(arrival.message):
+            for name in adapters_of(arrival.message):
                 uses[name].append(arrival.time_ns)
 
         def next_use_ns(adapter_id: AdapterId) -> int:
@@ -462,14 +490,6 @@ class _Simulation:
         return Belady
 
 
-def _adapters_of(message: Any) -> tuple[str, ...]:
-    """Return the adapters that a request names."""
-    if isinstance(message, requests.ActivateBatch):
-        return message.adapters
-    name = getattr(message, "adapter", None)
-    return () if name is None else (name,)
-
-
 def _changed_arrivals(traffic: Traffic, changes: Changes) -> list[Arrival]:
     """Return the arrivals with other times, holds and prefetches; raises `ValueError`."""
     if not traffic.arrivals:
@@ -480,7 +500,7 @@ def _changed_arrivals(traffic: Traffic, changes: Changes) -> list[Arrival]:
         message = arrival.message
         is_hold = isinstance(message, requests.HoldAdapter | requests.ReleaseAdapter)
         is_prefetch = isinstance(message, requests.PrefetchAdapter)
-        if (is_hold and changes.holds is not None) or (is_prefetch and not changes.prefetch):
+        if (is_hold and changes.holds is not None) or (is_prefetch and changes.prefetch == "none"):
             continue
         time_ns = first_ns + int((arrival.time_ns - first_ns) / changes.arrivals)
         found.append(Arrival(time_ns, message, arrival.body))
@@ -491,7 +511,7 @@ def _holds(traffic: Traffic, changes: Changes, time_ns: int) -> list[Arrival]:
     paths: dict[str, str] = {}
     for arrival in traffic.arrivals:
         if path := getattr(arrival.message, "path", ""):
-            paths.setdefault(_adapters_of(arrival.message)[0], path)
+            paths.setdefault(adapters_of(arrival.message)[0], path)
     unknown = [name for name in changes.holds or () if name not in paths]
     if unknown:
         raise ValueError(f"adapter {unknown[0]!r} is not in the log")

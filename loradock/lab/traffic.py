@@ -20,7 +20,7 @@ from loradock.lab.service import Line, Service, Step, fit_line, least_squares
 from loradock.messages import commands, records, reports
 from loradock.messages.errors import ErrorCode
 from loradock.messages.events import Published
-from loradock.messages.requests import LifecycleRequest
+from loradock.messages.requests import ActivateBatch, LifecycleRequest
 
 _STARTS: Final = (commands.StartGeneration, commands.StartPooling)
 
@@ -31,6 +31,14 @@ class Arrival(Struct, frozen=True):
     time_ns: int
     message: records.Input
     body: int = 0
+
+
+def adapters_of(message: Any) -> tuple[str, ...]:
+    """Return the adapters that a request names."""
+    if isinstance(message, ActivateBatch):
+        return message.adapters
+    name = getattr(message, "adapter", None)
+    return () if name is None else (name,)
 
 
 class Facts(Struct, frozen=True):

@@ -6,6 +6,7 @@ that a rank has for a model of 8 billion parameters; a load takes a fixed time a
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 from math import pi, sin
 from typing import Final
@@ -32,6 +33,9 @@ RATE: Final = 10.0
 _SECOND_NS: Final = 1_000_000_000
 _INTRODUCTION_NS: Final = 2 * _SECOND_NS
 """Each adapter is loaded once before the requests, one after the other."""
+
+_BURST: Final = 3
+_BURST_GAP_S: Final = 0.2
 
 _SESSION_S: Final = 60.0
 _SESSION_TOKENS: Final = 2
@@ -69,19 +73,20 @@ class Workload(Struct, frozen=True):
         total = sum(self.ranks) * BYTES_PER_RANK
         return max(int(share * total), max(self.ranks) * BYTES_PER_RANK)
 
-    def traffic(self, share: float) -> Traffic:
-        """Return what a simulation of a server needs, whose memory has a share of the bytes.
+    def traffic(self, share: float, host_share: float = 0.0) -> Traffic:
+        """Return what a simulation of a server needs, whose device has a share of the bytes.
 
-        Every adapter is known from the start. Memory is bounded by bytes alone, and an adapter that
-        leaves its slot leaves memory: its return is a load.
+        Every adapter is known from the start. Memory is bounded by bytes alone. Without a
+        `host_share`, an adapter that leaves its slot leaves memory: its return is a load.
         """
         capacity = self.capacity_bytes(share)
+        host = self.capacity_bytes(host_share) if host_share else 0
         largest = max(self.ranks) * BYTES_PER_RANK
         limits = Limits(
             max_loras=len(self.ranks),
             max_cpu_loras=len(self.ranks),
-            host_bytes_max=2 * largest,
-            pinned_bytes_max=capacity,
+            host_bytes_max=max(host, 2 * largest),
+            pinned_bytes_max=max(host, capacity),
             device_bytes_max=capacity,
         )
         return Traffic(
@@ -171,12 +176,28 @@ def _scan(rng: random.Random, count: int) -> Iterator[tuple[float, int]]:
         yield time_s, number // 3 % count if number % 3 == 0 else place
 
 
+def _jobs(rng: random.Random, count: int) -> Iterator[tuple[float, int]]:
+    """Each adapter has three requests every one, two or five minutes, give or take 2 %."""
+    periods_s = [rng.choice((60.0, 120.0, 300.0)) for _ in range(count)]
+    # (time, adapter, requests sent of this burst)
+    due = [(rng.uniform(0, period_s), place, 0) for place, period_s in enumerate(periods_s)]
+    heapify(due)
+    while True:
+        time_s, place, sent = heappop(due)
+        yield time_s, place
+        if sent < _BURST - 1:
+            heappush(due, (time_s + _BURST_GAP_S, place, sent + 1))
+        else:
+            heappush(due, (time_s + periods_s[place] * rng.gauss(1, 0.02), place, 0))
+
+
 GENERATED: Final[dict[str, Callable[[random.Random, int], Iterator[tuple[float, int]]]]] = {
     "zipf": _zipf,
     "drift": _drift,
     "diurnal": _diurnal,
     "flash": _flash,
     "scan": _scan,
+    "jobs": _jobs,
 }
 """The generated workloads: from a generator and the number of adapters, times and adapters."""
 

@@ -30,9 +30,7 @@ SLOW = Service(
 )
 
 
-def traffic(
-    requests_count: int, service: Service = INSTANT, seed: int = 1, gap_ns: int = SECOND // 20
-) -> Traffic:
+def traffic(requests_count: int, service: Service = INSTANT, seed: int = 1) -> Traffic:
     """Return a traffic of popular and rare adapters, which are known from the start."""
     generator = random.Random(seed)
     arrivals = [
@@ -44,7 +42,7 @@ def traffic(
     )
     for number, name in enumerate(names, 1):
         message = records.GenerationRequested(f"r{number}", f"a{name}")
-        arrivals.append(Arrival(SECOND + number * gap_ns, message))
+        arrivals.append(Arrival(SECOND + number * SECOND // 20, message))
     limits = Limits(max_loras=PLACES, max_cpu_loras=PLACES)
     return Traffic(
         limits=limits,
@@ -79,7 +77,7 @@ def test_without_service_times_loads_are_those_of_a_plain_cache(
 
 
 @pytest.mark.parametrize("turns", [0, 8])
-@pytest.mark.parametrize("policy", ["lru", "fifo", "sieve", "gdsf", "adaptive", BELADY])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "sieve", "gdsf", "lrfu", "adaptive", BELADY])
 def test_every_request_is_served_and_a_seed_is_one_run(policy: str, turns: int) -> None:
     made = traffic(300, SLOW)
     changes = Changes(policy=policy, limits={"turn_tokens": turns, "max_loras": 2})
@@ -100,7 +98,7 @@ def test_more_slots_faster_storage_and_fewer_requests_make_it_better() -> None:
     assert simulate(made, Changes(storage=4.0)).outcome.load_s < base.load_s / 2
     assert simulate(made, Changes(policy=BELADY)).outcome.loads < base.loads
     assert simulate(made, Changes(arrivals=0.5)).outcome.duration_s > 1.9 * base.duration_s
-    assert simulate(made, Changes(prefetch=False)).outcome.prefetches == 0
+    assert simulate(made, Changes(prefetch="none")).outcome.prefetches == 0
     held = simulate(made, Changes(holds=("a7",))).events
     assert any(type(one.event).__name__ == "AdapterHeld" for one in held)
 
@@ -117,7 +115,10 @@ def test_changes_that_contradict_or_name_nothing_are_refused() -> None:
         holds=("a", "b"),
         storage=2.0,
     )
-    assert not parse_what_if("prefetch=none").prefetch
+    for prefetch in ("as-logged", "none", "history"):
+        assert parse_what_if(f"prefetch={prefetch}").prefetch == prefetch
+    names = ("max-loras", "max_loras", "slots")
+    assert [parse_what_if(f"{name}=4").limits for name in names] == 3 * [{"max_loras": 4}]
     for text in ("slots", "slots=x", "slot=3", "prefetch=yes", "storage=0"):
         with pytest.raises(CommandError, match="--what-if"):
             parse_what_if(text)
@@ -135,18 +136,23 @@ def test_a_log_without_changes_has_its_own_digest_and_loads(tmp_path: Path, seed
     assert what_if(read, Changes(policy="sieve")).outcome.policy == "sieve"
 
 
-def test_the_command_shows_both_runs_and_draws_them(tmp_path: Path) -> None:
+def test_the_command_shows_both_runs_and_draws_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     write_history(tmp_path / "log", 3)
     what = ("replay", "--what-if", "policy=fifo")
     person = run(*what, "-o", str(tmp_path / "both.html"), directory=tmp_path)
     assert person.exit_code == 0, person.stderr
     assert "as logged" in person.stdout
     assert "what if" in person.stdout
+    assert "…" not in person.stdout
+    assert max(map(len, person.stdout.splitlines())) <= 80
     assert (tmp_path / "both.html").read_text().count("<iframe") == 2
     document = json.loads(run(*what, "--json", directory=tmp_path).stdout)
     assert document["what_if"]["policy"] == "fifo"
     assert {*document} == {"logged", "simulated", "what_if", "left_out"}
-    for wrong in ("policy=missing", "max-cpu-loras=1,slots=9"):
+    for wrong in ("policy=missing", "max-cpu-loras=1,max-loras=9"):
         assert run("replay", "--what-if", wrong, directory=tmp_path).exit_code == 2
     assert run(*what, "-o", str(tmp_path / "both.png"), directory=tmp_path).exit_code == 2
 
