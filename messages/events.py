@@ -3,11 +3,15 @@
 The stream is a function of the log: an event of any age can be read again, with the same number.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 from loradock.messages.base import Message, Value
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import (
+    CPU_CACHED,
+    EVICTED,
+    GPU_SLOT,
+    PINNED,
     AdapterName,
     AdapterState,
     Bytes,
@@ -207,6 +211,16 @@ Event = (
     | EventWithheld
     | PolicyFailed
 )
+
+STATE_AFTER: Final[dict[type[Message], AdapterState]] = {
+    AdapterCached: CPU_CACHED,
+    AdapterUnpinned: CPU_CACHED,
+    AdapterPinned: PINNED,
+    AdapterDeactivated: PINNED,
+    AdapterActivated: GPU_SLOT,
+    AdapterEvicted: EVICTED,
+}
+"""The state of an adapter after an event that changes it."""
 
 
 class Published(Value, frozen=True):

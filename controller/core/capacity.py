@@ -190,7 +190,7 @@ def _find_by_policy(
                 choose = partial(_choose_by_ranking, context, group, tier, can_leave)
             else:
                 candidates = _candidates(context, group, can_leave)
-                if accepts is _is_only_leased and context.limits.takes_turns:
+                if accepts is _is_only_leased and context.limits.turn_tokens:
                     candidates = iter(sorted(candidates, key=attrgetter("state_since_ns")))
                 choose = partial(context.current_policy, candidates)
             victim = _checked_choice(context, choose, group, can_leave)

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 from loradock.controller.core.actions import Action, PublishEvent, SendReply
 from loradock.controller.core.answers import Answer
 from loradock.controller.core.counters import COUNTS_OF_TRANSITION, DURATION_OF, TIME_IN
-from loradock.controller.core.eviction import Policy, choose_lru, is_state_by_state
-from loradock.controller.core.limits import RULES, Limits
+from loradock.controller.core.eviction import STATE_BY_STATE, Policy, choose_lru
+from loradock.controller.core.limits import Limits
 from loradock.controller.core.world import Adapter, PendingRequest, World
 from loradock.controller.states.machine import next_state
 from loradock.controller.states.table import RESIDENCY_LEVEL
@@ -57,7 +57,7 @@ class Checked(NamedTuple):
 
 @dataclass(slots=True)
 class Context:
-    """The world, its limits, policy and rules, and the actions collected for the current input.
+    """The world, its limits and policy, and the actions collected for the current input.
 
     `dirty_adapters` are those whose state, goal
     or requests changed, and `ready` are new requests whose adapters can be in their slots. Both are
@@ -69,7 +69,6 @@ class Context:
     limits: Limits
     policy: Policy
     actions: list[Action]
-    rules: int = RULES
     policy_name: str = "lru"
     dirty_adapters: dict[AdapterId, None] = field(default_factory=dict)
     ready: list[tuple[RequestId, PendingRequest]] = field(default_factory=list)
@@ -86,9 +85,8 @@ class Context:
 
     @property
     def is_state_by_state(self) -> bool:
-        """See `eviction.is_state_by_state`."""
-        failed = self.world.policy_failure
-        return is_state_by_state("lru" if failed else self.policy_name, self.rules)
+        """True if the current policy is one of `STATE_BY_STATE`."""
+        return self.policy_name in STATE_BY_STATE and not self.world.policy_failure
 
     def answer(self, reply: requests.Reply) -> None:
         """Send a request's final answer, and store it for repetitions of the request."""
@@ -143,7 +141,7 @@ class Context:
         self._count_transition(adapter, target)
         before, adapter.state = adapter.state, target
         if target in lru_order:
-            if self.rules == 2 or not adapter.lru_stamp:
+            if not adapter.lru_stamp:
                 self._stamp(adapter)
             lru_order[target].add(adapter.lru_stamp, adapter.id)
         if self.world.rankings:
@@ -229,7 +227,7 @@ class Context:
             order.remove(adapter.lru_stamp)
             self._stamp(adapter)
             order.add(adapter.lru_stamp, adapter.id)
-        elif self.rules > 2:
+        else:
             self._stamp(adapter)
 
     def rank_use(self, adapter: Adapter) -> None:

@@ -12,7 +12,7 @@ from loradock.controller.core.actions import Action
 from loradock.controller.core.context import Checked, Context
 from loradock.controller.core.eviction import POLICIES, Policy, choose_lru, ranking_of
 from loradock.controller.core.invariants import Excess, check, excess
-from loradock.controller.core.limits import FIXED, RULES, Limits, check_limits, window_bounds
+from loradock.controller.core.limits import FIXED, Limits, check_limits, window_bounds
 from loradock.controller.core.rankings import Ranking
 from loradock.controller.core.reconcile import reconcile
 from loradock.controller.core.requests import Pending, Request
@@ -32,7 +32,6 @@ class Controller:
         limits: Limits,
         policy: str = "lru",
         *,
-        rules: int = RULES,
         checked: bool = False,
         policies: Mapping[str, Policy | type[Ranking]] = POLICIES,
     ) -> None:
@@ -42,7 +41,7 @@ class Controller:
         """
         self.world = World(limits)
         self._policies = policies
-        self._configure(check_limits(limits), policy, rules)
+        self._configure(check_limits(limits), policy)
         self.world.rank_by(ranking_of(policies[policy]))
         self._checked = checked
         # What `check` allows after the current input; None if its state is not known before it.
@@ -103,12 +102,12 @@ class Controller:
         self._allowed = None
         self._configure(*other.settings)
 
-    def reconfigure(self, limits: Limits, policy: str, rules: int = RULES) -> list[Action]:
+    def reconfigure(self, limits: Limits, policy: str) -> list[Action]:
         """Continue under other settings; the attached engine counts as lost if they exclude it."""
         excludes = self.change_refusal(check_limits(limits))
         if policy != self.policy_name:
             self.world.rank_by(ranking_of(self._policies[policy]))
-        self._configure(limits, policy, rules)
+        self._configure(limits, policy)
         context, self._allowed = self._context, None
         if excludes:
             engine.lose(context, "the limits were changed")
@@ -120,21 +119,20 @@ class Controller:
         self.world.answers.set_bounds(window_bounds(limits))
         # What waits can have room now.
         context.dirty_adapters.update(dict.fromkeys(self.world.queues.members))
-        self.world.turn_end_ns = 0
         self._finish(context)
         return context.actions
 
-    def _configure(self, limits: Limits, policy: str, rules: int) -> None:
-        self.limits, self.policy_name, self.rules = limits, policy, rules
+    def _configure(self, limits: Limits, policy: str) -> None:
+        self.limits, self.policy_name = limits, policy
         chosen = self._policies[policy]
         # Whose turn ends is no choice of a ranking.
         function = choose_lru if ranking_of(chosen) else cast("Policy", chosen)
-        self._context = Context(self.world, limits, function, [], rules, policy)
+        self._context = Context(self.world, limits, function, [], policy)
 
     @property
-    def settings(self) -> tuple[Limits, str, int]:
-        """Limits, policy and rules: what it decides by, besides its inputs."""
-        return self.limits, self.policy_name, self.rules
+    def settings(self) -> tuple[Limits, str]:
+        """Limits and policy: what it decides by, besides its inputs."""
+        return self.limits, self.policy_name
 
     def change_refusal(self, limits: Limits) -> str:
         """Return why the limits can't change while the engine stays attached; empty if they can."""

@@ -12,7 +12,6 @@ from typing import Any, Final
 from loradock.controller.core import engine, waiting
 from loradock.controller.core.actions import SendCommand, SetTimer
 from loradock.controller.core.context import Context
-from loradock.controller.core.limits import slots_name
 from loradock.controller.core.world import Operation, PendingRequest
 from loradock.messages import commands, events, records
 from loradock.messages.errors import ErrorCode
@@ -35,9 +34,6 @@ def on_timer(context: Context, _message: records.TimerFired) -> None:
         if world.is_live(deadline):
             _, kind, key = deadline
             _EXPIRE[kind](context, key)
-    if context.limits.slot_quantum_ms:
-        # After any deadline: a restored world has none of turns, and must decide the same.
-        context.dirty_adapters.update(dict.fromkeys(sorted(world.demoting)))
 
 
 def set_timer(context: Context) -> None:
@@ -126,7 +122,7 @@ def _timeout_reason(context: Context, pending: PendingRequest) -> tuple[ErrorCod
     return (
         ErrorCode.NO_ROOM,
         f"no room came free in time for {names}: {leased} adapters in slots are leased and "
-        f"{len(world.held)} are held; wait longer, or raise {slots_name(context.rules)}",
+        f"{len(world.held)} are held; wait longer, or raise max_loras",
     )
 
 
@@ -135,11 +131,6 @@ def _end_backoff(context: Context, adapter_id: AdapterId) -> None:
     adapter.backing_off = False
     context.mark_changed(adapter)
     context.dirty_adapters[adapter_id] = None
-
-
-def _end_turn(context: Context, _key: int) -> None:
-    """Forget the deadline: `on_timer` lets every turn be looked at."""
-    context.world.turn_end_ns = 0
 
 
 def _expire_unknown(context: Context, op: OpId) -> None:
@@ -155,6 +146,5 @@ _EXPIRE: Final[dict[str, Callable[[Context, Any], None]]] = {
     "operation": _expire_operation,
     "request": _expire_request,
     "retry": _end_backoff,
-    "turn": _end_turn,
     "unknown": _expire_unknown,
 }

@@ -11,7 +11,7 @@ from typing import Final, cast
 from loradock.controller.core import capacity, versions, waiting
 from loradock.controller.core.actions import RestartEngine, SendCommand
 from loradock.controller.core.context import NANOS_PER_MS, Context
-from loradock.controller.core.limits import Limits, slots_name
+from loradock.controller.core.limits import Limits
 from loradock.controller.core.reports import discard_operation, mark_lost
 from loradock.controller.core.world import (
     DOWNWARD,
@@ -227,8 +227,7 @@ def _is_replaced(context: Context, adapter: Adapter) -> bool:
     """Return whether a request for the adapter would be served by another version if it was
     repeated.
     """
-    is_known = adapter.name in context.world.names
-    return adapter.retired and (is_known or context.rules == 2)
+    return adapter.retired and adapter.name in context.world.names
 
 
 def _resend_stops(context: Context) -> None:
@@ -294,7 +293,7 @@ def _unbounded(context: Context, inventory: EngineInventory) -> str | None:
     world = context.world
     numbers = [
         ("pid", inventory.pid, 0, PID_MAX),
-        (slots_name(context.rules), inventory.max_loras, 1, SLOTS_MAX),
+        ("max_loras", inventory.max_loras, 1, SLOTS_MAX),
         ("last_op", inventory.last_op, 0, world.next_op + NUMBERS_LOST_MAX),
         ("operations", len(inventory.running), 0, RUNNING_MAX),
         ("suspended operations", len(inventory.suspended), 0, len(inventory.running)),
@@ -374,7 +373,7 @@ def _missing_lease(world: World, limits: Limits, inventory: EngineInventory) -> 
             if not _differs(adapter, entry):
                 continue
             is_suspended = operation.request_id in adapter.waiters
-            follows = limits.takes_turns and (
+            follows = limits.turn_tokens and (
                 op in inventory.suspended or (entry is not None and entry.state == GPU_SLOT)
             )
             if not (_is_same_content(adapter, entry) and (is_suspended or follows)):

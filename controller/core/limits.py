@@ -17,28 +17,15 @@ from loradock.messages.engine_options import (
 )
 from loradock.messages.options import option
 
-RULES = 4
-"""The number of the core's rules. A change of what `handle` decides, or of a refusal's text (which
-is part of the digest), needs a new one."""
-
-RULES_READ = (2, 3, 4)
-"""The rules that logs are replayed by; inputs are added by the last one.
-
-Rules 3 against rules 2: a victim is the least recently used adapter of all states that hold a tier,
-not of one state after the other, and a move is no use. Inference that waits for an adapter when it
-is removed is served first, not refused, and later requests find no adapter of its name.
-
-Rules 4 against rules 3: a removed version for which only downward requests wait is forgotten,
-whatever state they want. A prefetched adapter that is forgotten leaves its queue. Refusals name the
-number of slots as its option does.
-"""
+RULES = 5
+"""The number of the core's rules, the only ones that logs are replayed by. A change of what
+`handle` decides, or of a refusal's text (which is part of the digest), needs a new number."""
 
 _GIB = 1 << 30
 
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 SizeBytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 DurationMs = Annotated[int, Meta(ge=1, le=3_600_000)]
-QuantumMs = Annotated[int, Meta(ge=0, le=3_600_000)]
 
 
 FIXED = ("max_loras", "device_bytes_max")
@@ -151,8 +138,6 @@ class Limits(Struct, frozen=True):
         Count,
         option("Records between two digests of the state in the log, which a replay compares."),
     ] = 1024
-    slot_quantum_ms: QuantumMs = 0
-    """The turns of earlier versions, which their logs are replayed with: those had a time."""
     turn_tokens: Annotated[
         int,
         Meta(ge=0, le=65_536),
@@ -168,12 +153,7 @@ class Limits(Struct, frozen=True):
             default=TURN_TOKENS_DEFAULT,
         ),
     ] = 0
-    """Logs without this limit are of the rule that 0 stands for."""
-
-    @property
-    def takes_turns(self) -> bool:
-        """True if generations leave their slots for adapters that wait."""
-        return bool(self.turn_tokens or self.slot_quantum_ms)
+    """0: generations leave no slot for adapters that wait."""
 
 
 LOGGED_NAMES: Final = dict(
@@ -198,17 +178,6 @@ def check_limits(limits: Limits) -> Limits:
     return limits
 
 
-def rules_read() -> str:
-    """Return the rules that logs are replayed by, as errors name them."""
-    *others, last = map(str, RULES_READ)
-    return f"{', '.join(others)} and {last}"
-
-
-def slots_name(rules: int) -> str:
-    """Return what refusals call the number of slots, as a limit."""
-    return "max_loras" if rules > 3 else "slots_max"
-
-
 def limits_from(values: dict[str, int]) -> Limits:
     """Return the limits of a log's header; raises `LimitsError` for unknown or invalid values."""
     unknown = sorted(set(values) - set(Limits.__struct_encode_fields__))
@@ -218,6 +187,11 @@ def limits_from(values: dict[str, int]) -> Limits:
         return check_limits(msgspec.convert(values, Limits))
     except msgspec.ValidationError as error:
         raise LimitsError(str(error)) from error
+
+
+def known_limits(values: dict[str, int]) -> dict[str, int]:
+    """Return the limits that there are here, of those that another version has written."""
+    return {name: n for name, n in values.items() if name in Limits.__struct_encode_fields__}
 
 
 def limits_to(limits: Limits) -> dict[str, int]:

@@ -9,7 +9,9 @@ these calls alone: no clock, no randomness, and integers only, so that a replay 
   2024).
 - `Gdsf`: the lowest uses x cost / size, aged by what was evicted (GreedyDual-Size-Frequency,
   Cherkasova 1998).
-- `Adaptive`: as the one of `Lru`, `Sieve` and `Gdsf` that would have loaded for the least lately.
+- `Lrfu`: the lowest sum of uses x cost / size, in which a use counts half after `HALF_LIFE` others
+  (Least Recently/Frequently Used, Lee et al., IEEE Transactions on Computers 2001).
+- `Adaptive`: as the one of its experts that would have loaded for the least time lately.
 
 The costs are nanoseconds that a return to the tier takes. Outside the controller, a `Cache` runs a
 ranking over a sequence of accesses.
@@ -36,11 +38,14 @@ _PRECISION: Final = 1 << 20
 
 _PRIORITY_MAX: Final = 1 << 62
 
-_AGE_SHIFT: Final = 9
-"""`Adaptive` forgets 1/512 of the experts' costs with every access."""
+_UNIT_SHIFT: Final = 16
+"""`Lrfu` counts uses and half-lives in units of 2**-16."""
 
-_LEAD_SHIFT: Final = 4
-"""Another expert leads once it costs less than 15/16 of the leader: changing has a price too."""
+_AGE_SHIFT: Final = 11
+"""`Adaptive` forgets 1/2048 of the experts' costs with every access."""
+
+_LEAD_SHIFT: Final = 5
+"""Another expert leads once it costs less than 31/32 of the leader: changing has a price too."""
 
 
 @fast_assignment
@@ -50,7 +55,7 @@ class Entry(Struct, array_like=True, gc=False):
     priority: int
     stamp: int
     size_bytes: int
-    uses: int = 1
+    uses: int
     visited: bool = False
 
 
@@ -71,6 +76,9 @@ class Ranking:
 
     NUMBERS: tuple[str, ...] = ("stamp",)
 
+    USE: int = 1
+    """What a use adds to `Entry.uses`."""
+
     def __init__(self) -> None:
         self.entries: DigestDict[AdapterId, Entry] = DigestDict()
         self.stamp = 0
@@ -88,7 +96,7 @@ class Ranking:
 
     def enter(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:
         """Record that an adapter is in the tier now."""
-        entry = Entry(0, self._next_stamp(), size_bytes)
+        entry = Entry(0, self._next_stamp(), size_bytes, self.USE)
         entry.priority = self._priority(entry, cost_ns)
         self.entries[adapter_id] = entry
         insort(self._order, (entry.priority, entry.stamp, adapter_id))
@@ -267,6 +275,42 @@ class Gdsf(Ranking):
         return min(self.inflation + worth, _PRIORITY_MAX)
 
 
+class Lrfu(Ranking):
+    """The adapter with the lowest sum of uses x cost / size leaves first; a use ages.
+
+    `Entry.uses` is the sum at `Entry.stamp`. All sums halve alike as time passes, so priorities are
+    logarithms of what the sums were at one time, and only a use changes its adapter's.
+    """
+
+    USE = 1 << _UNIT_SHIFT
+    HALF_LIFE: int = 256
+    """The uses of others after which a use counts half."""
+
+    def use(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:  # noqa: ARG002
+        """Add a use to what is left of the earlier ones."""
+        entry = self.entries.get(adapter_id)
+        if entry is not None:
+            halvings, rest = divmod(self.stamp + 1 - entry.stamp, self.HALF_LIFE)
+            # 2**-x is linear between whole numbers here, as its inverse is in `_log2`.
+            aged = entry.uses - entry.uses * rest // (2 * self.HALF_LIFE)
+            entry.uses = self.USE + (aged >> halvings)
+            self._replace(adapter_id, entry, cost_ns)
+
+    def _priority(self, entry: Entry, cost_ns: int) -> int:
+        worth = entry.uses * cost_ns * _PRECISION // max(1, entry.size_bytes)
+        return (entry.stamp << _UNIT_SHIFT) // self.HALF_LIFE + _log2(worth)
+
+
+def _log2(value: int) -> int:
+    """Return the logarithm in units of 2**-16, linear between powers of two; 0 for 0."""
+    whole = max(0, value.bit_length() - 1)
+    return (whole << _UNIT_SHIFT) + ((value << _UNIT_SHIFT) >> whole) - (1 << _UNIT_SHIFT)
+
+
+class _ShortLrfu(Lrfu):
+    HALF_LIFE = 16
+
+
 class Cache:
     """A ranking with bounds, which admits whatever is accessed and evicts by the ranking.
 
@@ -322,7 +366,7 @@ class Cache:
 
 
 class Adaptive(Lru):
-    """Whatever the expert evicts that costs least lately: LRU, SIEVE or GDSF.
+    """Whatever the expert evicts that costs least lately: LRU, GDSF or LRFU of two half-lives.
 
     Each expert runs a `Cache` of the tier's size on all uses, as if it alone had decided. What the
     leader has evicted leaves first, and the tier becomes what the leader would have there (Blum and
@@ -330,11 +374,12 @@ class Adaptive(Lru):
     """
 
     NUMBERS = ("stamp", "leader")
+    EXPERTS: Final[tuple[type[Ranking], ...]] = (Lru, Gdsf, _ShortLrfu, Lrfu)
 
     def __init__(self) -> None:
         super().__init__()
         self.leader = 0
-        self.experts: Final = [Cache(kind(), 0, 0) for kind in (Lru, Sieve, Gdsf)]
+        self.experts: Final = [Cache(kind(), 0, 0) for kind in self.EXPERTS]
         # For each expert, what is in the tier and not in its cache: the least recently used first.
         self._strays: list[list[tuple[int, AdapterId]]] = [[] for _ in self.experts]
 

@@ -110,7 +110,7 @@ def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
             goal = target
     if lowest is not None:
         # A removed version stays for nobody: its name can become another version's.
-        goal = UNREGISTERED if adapter.retired and context.rules > 3 else lowest
+        goal = UNREGISTERED if adapter.retired else lowest
     elif adapter.id in context.world.demoting:
         # It reaches its lower goal first and is promoted for these requests afterwards.
         return
@@ -267,36 +267,24 @@ def _refuse_impossible_batch(context: Context) -> None:
 def _end_turns(context: Context) -> None:
     """Preempt leased adapters that leave their slots for others, at the end of their turns.
 
-    A turn begins when the slot is written. With turns of time, the timer is set to the end of the
-    next one.
+    A turn begins when the slot is written, and the engine ends it.
     """
     world = context.world
-    tokens = _turn_tokens(context)
-    quantum_ns = 0 if tokens else context.limits.slot_quantum_ms * NANOS_PER_MS
-    ends, since = [], world.seq
+    tokens, since = _turn_tokens(context), world.seq
     leaving = [world.adapters[adapter_id] for adapter_id in world.demoting]
     for adapter in sorted(leaving, key=attrgetter("state_since_ns", "generation")):
         if not adapter.leases or adapter.op or adapter.backing_off:
             continue
-        turn_end_ns = adapter.state_since_ns + quantum_ns
-        if turn_end_ns > world.time_ns:
-            ends.append(turn_end_ns)
-        elif waiting.suspend(context, adapter, since):
+        if waiting.suspend(context, adapter, since):
             # Adapters that are suspended by one input have an order too: their turns'.
             since += 1
             place = (adapter.slot, adapter.generation)
             order = commands.PreemptSlot(context.next_op(), *place, tokens)
             _issue(context, order, adapter)
-    if ends and not world.time_ns < world.turn_end_ns <= min(ends):
-        world.turn_end_ns = min(ends)
-        world.add_deadline(world.turn_end_ns, "turn", 0)
 
 
 def _turn_tokens(context: Context) -> int:
-    """Return the tokens of a turn: fewer if an adapter waits whose requests have no token yet.
-
-    0: turns have a time, or none are taken.
-    """
+    """Return the tokens of a turn: fewer if an adapter waits whose requests have no token yet."""
     world, tokens = context.world, context.limits.turn_tokens
     queue = world.queues.by_tier["device"]
     has_new = any(not world.has_suspended(world.adapters[adapter_id]) for _, adapter_id in queue)
@@ -368,7 +356,7 @@ def _forget(context: Context, adapter: Adapter) -> None:
     if context.world.has_suspended(adapter):
         return
     world = context.world
-    if adapter.id in world.queues.members and context.rules > 3:
+    if adapter.id in world.queues.members:
         # Its prefetch waited for room when it was evicted.
         context.leave_queue(adapter)
     context.count_time_in_state(adapter)
@@ -488,7 +476,7 @@ def _admit_queued(context: Context) -> None:
                 adapter = _next_for_slot(context, adapter)
             if not capacity.fits(context, adapter, tier):
                 _make_room(context, tier)
-                if tier == "device" and context.limits.takes_turns:
+                if tier == "device" and context.limits.turn_tokens:
                     _end_turns(context)
                 break
             context.leave_queue(adapter, world.adapters.get(context.departed))

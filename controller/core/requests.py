@@ -193,9 +193,7 @@ def _check_inference(context: Context, message: records.InferenceRequested) -> A
     if adapter is None:
         raise unknown_adapter(message.adapter)
     if adapter.goal == UNREGISTERED:
-        if context.rules > 2:
-            raise unknown_adapter(message.adapter)
-        _refuse_if_removing(adapter)
+        raise unknown_adapter(message.adapter)
     return adapter
 
 
@@ -330,7 +328,7 @@ def _remove(context: Context, message: requests.RemoveAdapter, adapter: Adapter)
         if adapter.held:
             waiting.release(context, adapter)
         _refuse_preparations(context, adapter)
-        if context.rules > 2 and (adapter.leases or adapter.waiters):
+        if adapter.leases or adapter.waiters:
             versions.retire(context, adapter)
     _request_down("remove", UNREGISTERED, context, message, adapter)
 
@@ -347,16 +345,11 @@ def _refuse_preparations(context: Context, adapter: Adapter) -> None:
         ErrorCode.CONFLICT,
         being_removed,
         downward=False,
-        spares=_is_suspended if context.rules == 2 else _is_inference,
+        spares=_is_inference,
     )
-    if context.rules > 2:
-        pending = context.world.pending_requests
-        for request_id in [b for b in context.world.batches if adapter.id in pending[b].adapters]:
-            waiting.refuse_request(context, request_id, ErrorCode.CONFLICT, being_removed)
-
-
-def _is_suspended(pending: PendingRequest) -> bool:
-    return bool(pending.op)
+    pending = context.world.pending_requests
+    for request_id in [b for b in context.world.batches if adapter.id in pending[b].adapters]:
+        waiting.refuse_request(context, request_id, ErrorCode.CONFLICT, being_removed)
 
 
 def _is_inference(pending: PendingRequest) -> bool:

@@ -48,7 +48,6 @@ def derive(world: World) -> None:
     world.deadlines_max = 2 * len(world.deadlines) + DEADLINES_MIN
     world.timer_ns = world.deadlines[0][0] if world.deadlines else 0
     # The next reconciliation sets the deadline of turns again.
-    world.turn_end_ns = 0
 
 
 def _queues(world: World) -> TierQueues:

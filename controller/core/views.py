@@ -196,12 +196,15 @@ def _inference_by_adapter(world: World, running: Set[OpId]) -> dict[str, Counter
     for request_id, pending in world.pending_requests.items():
         if pending.kind in INFERENCE:
             adapter = world.adapters[pending.adapters[0]] if pending.adapters else None
-            is_suspended = adapter is not None and request_id in adapter.waiters
-            phase: Phase = "queued"
-            if pending.op in running:
-                # Also a suspended request, until its turn is over.
-                phase = "running"
-            elif not pending.op or is_suspended:
+            is_running = pending.op in running
+            # The engine's last word of a suspended request may be older than the end of its turn.
+            is_suspended = (
+                adapter is not None
+                and request_id in adapter.waiters
+                and not (is_running and _is_ready(world, adapter))
+            )
+            phase: Phase = "running" if is_running else "queued"
+            if not pending.op or is_suspended:
                 phase = "waiting"
             found["" if adapter is None else adapter.name][phase] += 1
     return found

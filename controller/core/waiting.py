@@ -274,9 +274,8 @@ def end_use(context: Context, request_id: RequestId, pending: PendingRequest) ->
             continue
         adapter.leases -= 1
         adapters.mark_changed(adapter_id)
-        if context.rules > 2:
-            # It was in use until now.
-            context.touch_lru(adapter)
+        # It was in use until now.
+        context.touch_lru(adapter)
         if adapter_id in world.demoting or world.queues.members:
             context.dirty_adapters[adapter_id] = None
 

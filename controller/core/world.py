@@ -52,7 +52,7 @@ USES: Final = frozenset({*INFERENCE, "activate", "batch"})
 Those that only prepare it (load, stage, hold) are neither, and no request waits because of them.
 """
 
-DeadlineKind = Literal["operation", "request", "retry", "turn", "unknown"]
+DeadlineKind = Literal["operation", "request", "retry", "unknown"]
 """`retry` ends an adapter's backoff, `turn` is the end of the first turn that is over while others
 wait for a slot, `unknown` is of an operation that is not in the log.
 
@@ -89,7 +89,7 @@ _PRIVATE_FIELDS: Final[dict[type, tuple[int, tuple[object, ...]]]] = {
     PreemptSlot: (3, ()),
 }
 """Commands with fields that decide nothing in the core: the number of the first ones, which do, and
-what digests of rules 2 and 3 have for the others, so that further fields change no digest."""
+what digests have for the others, so that further fields change no digest."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -323,7 +323,6 @@ class World:
         self.deadlines_max = DEADLINES_MIN
         self.timer_ns = 0
         # The one deadline of kind `turn`; 0 if there is none.
-        self.turn_end_ns = 0
 
     def resize_slots(self, max_loras: int) -> None:
         """Set the number of slots, none of which is in use."""
@@ -453,8 +452,6 @@ class World:
         if kind == "operation":
             operation = self.operations.get(key)  # type: ignore[arg-type]
             return operation is not None and operation.deadline_ns == at_ns
-        if kind == "turn":
-            return at_ns == self.turn_end_ns
         if kind == "unknown":
             return self.unknown_operations.get(key) == at_ns  # type: ignore[arg-type]
         adapter = self.adapters.get(key)  # type: ignore[arg-type]

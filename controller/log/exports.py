@@ -15,10 +15,9 @@ from loradock.controller.core.controller import Controller
 from loradock.controller.core.counters import Counters
 from loradock.controller.core.invariants import check
 from loradock.controller.core.limits import (
-    LOGGED_NAMES,
     RULES,
-    RULES_READ,
     LimitsError,
+    known_limits,
     limits_from,
     limits_to,
 )
@@ -81,7 +80,7 @@ class ExportedNumbers(Struct, frozen=True, forbid_unknown_fields=True):
 class ExportedState(Struct, frozen=True, forbid_unknown_fields=True):
     """The document; adapters in the order of their last use.
 
-    `is_exact` is False if a log was interpreted by other rules than its own, which are not known.
+    `is_exact` is False if a log was interpreted by other rules than its own.
     """
 
     kind: Literal["loradock state"]
@@ -113,7 +112,7 @@ class ImportRefusedError(LogError):
 def export_state(directory: Path, storage: Storage = DISK) -> ExportedState:
     """Return the state of the log in `directory`; raises `LogError` and `LimitsError`."""
     rules = {segment.header.rules for segment in walk(directory, storage=storage)}
-    is_own = rules <= set(RULES_READ)
+    is_own = rules == {RULES}
     result: ReplayResult
     result = replay(directory, storage=storage) if is_own else replay_approximately(directory)
     controller = result.controller
@@ -192,9 +191,8 @@ def _controller(state: ExportedState) -> Controller:
         check_policy(state.policy)
     except PolicyUnknownError as error:
         raise ImportRefusedError(str(error)) from error
-    known = LOGGED_NAMES.values()
     try:
-        limits = limits_from({name: n for name, n in state.limits.items() if name in known})
+        limits = limits_from(known_limits(state.limits))
     except LimitsError as error:
         raise ImportRefusedError(str(error)) from error
     if len(state.adapters) > limits.known_adapters_max:

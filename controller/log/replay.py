@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from loradock.controller.core.actions import Action
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.invariants import InvariantError
-from loradock.controller.core.limits import RULES, RULES_READ, limits_from, rules_read
+from loradock.controller.core.limits import RULES, known_limits, limits_from
 from loradock.controller.log.format import (
     CHAIN_START,
     UNDECODABLE,
@@ -102,8 +102,6 @@ class _Replayer:
 
     def __init__(self, until: Seq | None, sink: Sink | None, checked: bool) -> None:
         self.skips: Collection[Seq] = ()
-        self.policy = ""
-        """Replaces the log's policy, and its rules by the current ones; no digest is compared."""
         self.controller: Controller | None = None
         self.compared = 0
         self.divergence: Divergence | None = None
@@ -114,19 +112,19 @@ class _Replayer:
         self._checked = checked
 
     def configure(self, header: Header) -> Controller:
-        """Return the controller, with the limits, the policy and the rules of a segment."""
-        limits, policy = limits_from(header.limits), self.policy or header.policy
-        rules = header.rules if header.rules in RULES_READ and not self.policy else RULES
+        """Return the controller, with the limits and the policy of a segment."""
+        is_own, policy = header.rules == RULES, header.policy
+        limits = limits_from(header.limits if is_own else known_limits(header.limits))
         try:
             check_policy(policy)
         except PolicyUnknownError as error:
             raise LogForeign(f"its policy is needed for a replay: {error}") from error
         controller = self.controller
         if controller is None:
-            controller = Controller(limits, policy, rules=rules, checked=self._checked)
+            controller = Controller(limits, policy, checked=self._checked)
             self.controller = controller
-        elif (limits, policy, rules) != controller.settings:
-            actions = controller.reconfigure(limits, policy, rules)
+        elif (limits, policy) != controller.settings:
+            actions = controller.reconfigure(limits, policy)
             if self._sink is not None:
                 self._sink(actions)
         return controller
@@ -159,7 +157,7 @@ class _Replayer:
     ) -> bool:
         """Handle records; return whether the digests in them are those of the replayed states."""
         handle, sink, skips = controller.handle, self._sink, self.skips
-        compares = header.rules in RULES_READ and not self.policy
+        compares = header.rules == RULES
         for records in _decoded(frames, file):
             for seq, record in records:
                 digest = record.digest
@@ -257,7 +255,7 @@ def replay(  # noqa: PLR0913 - one parameter per way of replaying
             segments = walk_after(directory, replayer.position, storage)
             skips_of_log = restored.skips
         replayer.skips = frozenset(skips) | skips_of_log
-        _replay_segments(replayer, segments, RULES_READ)
+        _replay_segments(replayer, segments)
     return replayer.result(restored.snapshot, restored.skipped)
 
 
@@ -280,61 +278,39 @@ def records_ahead(directory: Path, until: Seq | None = None, *, from_start: bool
 def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResult:
     """Replay a whole log of any rules, without comparing its digests.
 
-    Where its rules are not known here, the current ones are used: the state can differ from the one
-    at that time in what they have changed.
+    The current ones are used: the state can differ from the one at that time in what they changed.
     """
     replayer = _Replayer(None, None, checked=False)
     replayer.skips = skipped_inputs(directory, storage)
     with without_garbage_collection():
-        _replay_segments(replayer, walk_from_start(directory, storage), None)
-    return replayer.result(None, ())
-
-
-def replay_with_policy(
-    directory: Path,
-    policy: str,
-    until: Seq | None = None,
-    *,
-    checked: bool = False,
-    observe: Observe | None = None,
-) -> ReplayResult:
-    """Replay a whole log as if another eviction policy had decided; digests are not compared.
-
-    Reports that no longer fit are refused, so the result is what the same reports would lead to.
-    """
-    replayer = _Replayer(until, None, checked)
-    replayer.policy, replayer.skips = policy, skipped_inputs(directory)
-    replayer.observe = observe
-    with without_garbage_collection():
-        _replay_segments(replayer, walk_from_start(directory, DISK), RULES_READ)
+        _replay_segments(replayer, walk_from_start(directory, storage), any_rules=True)
     return replayer.result(None, ())
 
 
 def _replay_segments(
-    replayer: _Replayer, segments: Iterator[Segment], rules: Collection[int] | None
+    replayer: _Replayer, segments: Iterator[Segment], *, any_rules: bool = False
 ) -> None:
     for segment in segments:
-        if rules is not None and segment.header.rules not in rules:
-            raise _foreign_rules(segment, segment.header)
+        if not any_rules:
+            _check_rules_of(segment)
         if not replayer.handle(segment):
             return
 
 
 def check_rules(directory: Path, storage: Storage = DISK) -> None:
-    """Raise `LogForeign` if the log's last segment was written by rules that are not known here."""
+    """Raise `LogForeign` if the log's last segment was written by other rules."""
     paths = segment_paths(directory, storage) if storage.is_directory(directory) else []
     if paths:
-        segment = Segment(paths[-1], None, True, storage)
-        if segment.header.rules not in RULES_READ:
-            raise _foreign_rules(segment, segment.header)
+        _check_rules_of(Segment(paths[-1], None, True, storage))
 
 
-def _foreign_rules(segment: Segment, header: Header) -> LogForeign:
-    return LogForeign(
-        f"{segment.file}: written by rules {header.rules}; this version replays rules "
-        f"{rules_read()}; carry its state over with `loradock log export` and `loradock log "
-        "import`, or use the version that wrote it"
-    )
+def _check_rules_of(segment: Segment) -> None:
+    if segment.header.rules != RULES:
+        raise LogForeign(
+            f"{segment.file}: written by rules {segment.header.rules}; this version replays rules "
+            f"{RULES}; carry its state over with `loradock log export` and `loradock log "
+            "import`, or use the version that wrote it"
+        )
 
 
 @contextmanager

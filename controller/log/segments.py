@@ -8,7 +8,7 @@ of the log.
 """
 
 import re
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -20,7 +20,6 @@ from loradock.controller.log.format import (
     ChainLink,
     LogBusy,
     LogCorrupt,
-    LogForeign,
     Scan,
     frame_before,
     read_header,
@@ -240,36 +239,14 @@ def _paths_from(directory: Path, first_seq: Seq, storage: Storage) -> list[Path]
     return paths
 
 
-def segments(
-    directory: Path,
-    first_seq: Seq = 0,
-    rules: Collection[int] | None = None,
-    storage: Storage = DISK,
-) -> Iterator[tuple[Header, Iterator[NumberedRecord]]]:
-    """Yield each segment's header with its records from `first_seq` on.
+def read(directory: Path, first_seq: Seq = 0, storage: Storage = DISK) -> Iterator[NumberedRecord]:
+    """Yield every record from `first_seq` on.
 
     Reading ends before a torn tail. Raises `LogCorrupt`, and `LogForeign` for an unknown format or
-    message, or for a rules number that is not in `rules` (if `rules` is not None).
+    message.
     """
     for segment in walk(directory, first_seq, storage):
-        header = segment.header
-        if rules is not None and header.rules not in rules:
-            raise LogForeign(
-                f"{segment.file}: written by rules {header.rules}; this version knows "
-                f"{sorted(rules)}; use one that knows them"
-            )
-        yield header, segment.records(first_seq)
-
-
-def read(
-    directory: Path,
-    first_seq: Seq = 0,
-    rules: Collection[int] | None = None,
-    storage: Storage = DISK,
-) -> Iterator[NumberedRecord]:
-    """Yield every record from `first_seq` on; raises as `segments` does."""
-    for _, records in segments(directory, first_seq, rules, storage):
-        yield from records
+        yield from segment.records(first_seq)
 
 
 def contradicts(directory: Path, position: LogPosition, storage: Storage = DISK) -> bool:

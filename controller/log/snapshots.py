@@ -27,11 +27,10 @@ from loradock.controller.core.controller import Controller
 from loradock.controller.core.counters import Counters
 from loradock.controller.core.indexes import DigestDict, TierName
 from loradock.controller.core.limits import (
-    RULES_READ,
+    RULES,
     LimitsError,
     limits_from,
     limits_to,
-    rules_read,
 )
 from loradock.controller.core.rankings import RankingState
 from loradock.controller.core.restore import derive
@@ -196,7 +195,7 @@ def take_snapshot(
     mark = Mark(world.seq, world.time_ns, world.events_seq)
     return Snapshot(
         format=FORMAT,
-        rules=controller.rules,
+        rules=RULES,
         policy=controller.policy_name,
         limits=limits_to(controller.limits),
         position=position,
@@ -230,7 +229,7 @@ def write_snapshot(directory: Path, snapshot: Snapshot, storage: Storage = DISK)
 
 
 def read_snapshot(path: Path, storage: Storage = DISK) -> Snapshot:
-    """Read a snapshot of known rules; raises `SnapshotInvalidError`, and `OSError`."""
+    """Read a snapshot of the current rules; raises `SnapshotInvalidError`, and `OSError`."""
     try:
         data = storage.read(path)
     except UnreadableError as error:
@@ -250,10 +249,10 @@ def decode_snapshot(data: bytes, path: Path) -> Snapshot:
         snapshot = _decode(body)
     except UNDECODABLE as error:
         raise SnapshotInvalidError(f"{path}: it is intact, but unknown here: {error}") from error
-    if snapshot.format != FORMAT or snapshot.rules not in RULES_READ:
+    if snapshot.format != FORMAT or snapshot.rules != RULES:
         raise SnapshotInvalidError(
             f"{path}: format {snapshot.format} and rules {snapshot.rules}; this version reads "
-            f"snapshots of format {FORMAT} and rules {rules_read()}"
+            f"snapshots of format {FORMAT} and rules {RULES}"
         )
     return snapshot
 
@@ -262,8 +261,8 @@ def restore_controller(snapshot: Snapshot, path: Path, *, checked: bool = False)
     """Return the controller of a snapshot; its digest is compared."""
     try:
         check_policy(snapshot.policy)
-        limits, rules = limits_from(snapshot.limits), snapshot.rules
-        controller = Controller(limits, snapshot.policy, rules=rules, checked=checked)
+        limits = limits_from(snapshot.limits)
+        controller = Controller(limits, snapshot.policy, checked=checked)
         restore_world(controller.world, snapshot.world)
     except (LimitsError, PolicyUnknownError, *UNDECODABLE) as error:
         raise SnapshotInvalidError(f"{path}: it is intact, but unknown here: {error}") from error

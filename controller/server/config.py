@@ -30,14 +30,23 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         str,
         option(
             "Which adapter is evicted when space is needed: lru (the least recently used), "
-            "adaptive (as whichever of LRU, SIEVE and GDSF costs least lately), gdsf (fewest uses "
-            "x load time / size), sieve, fifo, cheapest-first (the least recently used of those "
-            "that are cheapest to load again: slots last) or none (evict nothing).",
+            "adaptive (as whichever of LRU, GDSF and LRFU costs least lately), gdsf (fewest uses "
+            "x load time / size), lrfu (the same with uses that age), sieve, fifo, cheapest-first "
+            "(the least recently used of those that are cheapest to load again: slots last) or "
+            "none (evict nothing).",
             metavar="NAME",
             panel="Bounds",
             is_common=True,
         ),
     ] = "lru"
+    prefetch_history: Annotated[
+        bool,
+        option(
+            "Prefetch adapters that are used at even intervals, as by jobs of a schedule, a second "
+            "before their next use. It takes no slot that is in use.",
+            panel="Bounds",
+        ),
+    ] = False
     sync: Annotated[
         SyncPolicy,
         option(

@@ -41,6 +41,7 @@ from loradock.controller.server.inputs import (
     recover,
 )
 from loradock.controller.server.log_health import LogHealth
+from loradock.controller.server.prefetches import HistoryPrefetches, is_own_prefetch
 from loradock.controller.server.preloads import (
     DefaultAdapters,
     is_preload,
@@ -142,6 +143,7 @@ class Server:
             defaults,
             access,
         )
+        self._prefetches = HistoryPrefetches() if config.prefetch_history else None
         # The server's own inputs for the next group.
         self._pending = [GroupInput(skipped) for skipped in unlogged_skips]
         self._timer_ns = world.timer_ns
@@ -236,6 +238,10 @@ class Server:
         if self._timer_ns and self._clock.now_ns() >= self._timer_ns:
             self._timer_ns = 0
             group.append(GroupInput(records.TimerFired()))
+        if self._prefetches is not None:
+            world = self._controller.world
+            due = self._prefetches.take_due(self._clock.now_ns(), world.names)
+            group += map(GroupInput, due if world.engine_ready else ())
         return group
 
     def _receive_requests(self) -> None:
@@ -268,6 +274,8 @@ class Server:
     def _record(self, message: Input) -> None:
         if isinstance(message, records.InferenceRequested):
             self._sessions.record_resend(message.request_id)
+            if self._prefetches is not None:
+                self._prefetches.record(message, self._clock.now_ns())
         else:
             self._diagnostics.record_report(message)
 
@@ -390,6 +398,9 @@ class Server:
                 left = min(left, wait_ns)
         if self._timer_ns:
             left = min(left, self._timer_ns - self._clock.now_ns())
+        due_ns = None if self._prefetches is None else self._prefetches.next_ns()
+        if due_ns is not None:
+            left = min(left, due_ns - self._clock.now_ns())
         return max(0, (left + 999_999) // 1_000_000)
 
     def _change_settings(self, message: ChangeSettings) -> requests.Reply:
@@ -437,6 +448,9 @@ class Server:
             message = received.message
             if is_preload(message):
                 self._pending.append(received)
+            elif is_own_prefetch(message):
+                # It would come too late.
+                continue
             elif isinstance(message, LifecycleRequest | records.InferenceRequested):
                 self._sessions.refuse_unlogged(message, received.body, why)
             elif isinstance(message, records.ShellInput):

@@ -16,8 +16,8 @@ from tests.support.campaign.machine import simulated_machine
 from tests.support.campaign.planted_bugs import BUGS, KNOWN_SEEDS, find_bug, planted
 from tests.support.sources import ROOT
 
-SCHEDULES = int(os.environ.get("LORADOCK_SCHEDULES", "2000"))
-PARTS = 8
+SCHEDULES = int(os.environ.get("LORADOCK_SCHEDULES", "600"))
+PARTS = 4
 BUG_SCHEDULES_MAX = 1_000
 """Bound on the schedules until a planted bug is found; most are found by the first ten."""
 

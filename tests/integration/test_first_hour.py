@@ -109,13 +109,13 @@ class Hour:
         (self.home / name).write_text(program)
         self.page.append(f"`{name}`:\n\n```python\n{program}```")
 
-    def types(self, *commands: str, status: int = 0, shows: bool = True) -> str:
+    def types(self, *commands: str, status: int = 0) -> str:
         """Type commands, each of which ends with this exit status; return the last stdout."""
         lines: list[str] = []
         for command in commands:
             done = self._run(command)
             assert done.returncode == status, (command, done.stdout, done.stderr)
-            lines += [f"$ {command}", *((done.stdout + done.stderr).splitlines() if shows else ())]
+            lines += [f"$ {command}", *(done.stdout + done.stderr).splitlines()]
         if status:
             lines.append(f"(exit code {status})")
         self._adds(lines)

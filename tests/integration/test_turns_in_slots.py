@@ -23,7 +23,7 @@ class TurnsBench(ServedBench):
 
     def __init__(self, bench: EngineBench) -> None:
         self._inputs: list[tuple[Any, int]] = []
-        super().__init__(bench, structs.replace(LIMITS, max_loras=2, slot_quantum_ms=1))
+        super().__init__(bench, structs.replace(LIMITS, max_loras=2, turn_tokens=4))
 
     def handle(self, message: Any) -> None:
         self._inputs.append((message, self._now_ns + 1000))
@@ -83,23 +83,3 @@ def test_outputs_of_adapters_in_turns_are_their_own(bench: TurnsBench) -> None:
     assert bench.world.totals.deactivations > 2 * len(NAMES)
     assert bench.suspended() == []
     assert bench.engine.statistics().kv_bytes == 0
-
-
-def test_a_suspended_generation_can_be_cancelled(bench: TurnsBench) -> None:
-    first, *others = [bench.generate(name, TOKENS) for name in NAMES]
-    bench.wait_until_suspended(first)
-    bench.request(requests.CancelGeneration, first)
-    bench.wait(first, *others)
-    reply = bench.replies[first]
-    assert (reply.finish_reason, reply.output_tokens) == ("cancelled", len(bench.tokens[first]))
-    assert {bench.replies[one].output_tokens for one in others} == {TOKENS}
-
-
-def test_a_held_adapter_keeps_its_slot_while_others_take_turns(bench: TurnsBench) -> None:
-    bench.request(requests.HoldAdapter, "mlp")
-    held = bench.world.current("mlp")
-    place = (held.slot, held.generation)
-    running = [bench.generate(name, TOKENS) for name in NAMES]
-    bench.wait(*running)
-    assert (held.slot, held.generation) == place
-    assert bench.world.totals.evictions > len(NAMES)

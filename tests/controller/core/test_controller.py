@@ -34,7 +34,7 @@ from tests.support.simulation.workload import (
     small_limits,
 )
 
-EXAMPLES = int(os.environ.get("LORADOCK_SIM_EXAMPLES", "400"))
+EXAMPLES = int(os.environ.get("LORADOCK_SIM_EXAMPLES", "150"))
 STEPS = int(os.environ.get("LORADOCK_SIM_STEPS", "60"))
 
 names = st.sampled_from(NAMES)
@@ -54,7 +54,7 @@ class Histories(RuleBasedStateMachine):
         slots=st.integers(1, 3),
         more_on_host=st.integers(0, 3),
         bytes_max=st.tuples(budgets, tight_budgets, budgets),
-        quantum_ms=st.integers(0, 2),
+        turn_tokens=st.sampled_from((0, 8)),
         contents=st.lists(st.tuples(sizes, sizes), min_size=len(PATHS), max_size=len(PATHS)),
         # Under `none`, requests wait for ever.
         policy=st.sampled_from(sorted({*TESTED_POLICIES} - {"none"})),
@@ -64,11 +64,11 @@ class Histories(RuleBasedStateMachine):
         slots: int,
         more_on_host: int,
         bytes_max: tuple[int, int, int],
-        quantum_ms: int,
+        turn_tokens: int,
         contents: Sizes,
         policy: str,
     ) -> None:
-        limits = small_limits(slots, more_on_host, bytes_max, quantum_ms)
+        limits = small_limits(slots, more_on_host, bytes_max, turn_tokens)
         self.workload = Workload(limits, contents, policy)
 
     @rule(name=names, path=st.sampled_from(("", "", *PATHS)), replace=st.booleans(), ms=timeouts)

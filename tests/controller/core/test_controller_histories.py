@@ -3,12 +3,11 @@
 A file `rules-N-….jsonl` in `tests/histories` begins with a line with rules number, policy, limits
 and the final digest. Every further line is one `records.Record` in hexadecimal, some of them with
 the digest of the world before it. A change of what the core decides changes a digest. It then needs
-a new number (`loradock.controller.core.limits.RULES`) and new histories, next to the old ones:
+a new number (`loradock.controller.core.limits.RULES`) and new histories in place of the old ones:
 
     python -m tests.controller.core.test_controller_histories
 
-writes the missing ones of the current rules and replaces none. Histories of former rules stay:
-they are replayed by their own rules, or refused.
+writes the missing ones of the current rules and replaces none.
 """
 
 from pathlib import Path
@@ -18,23 +17,19 @@ import msgspec
 import pytest
 
 from loradock.controller.core.controller import Controller
-from loradock.controller.core.limits import RULES, RULES_READ, limits_from, limits_to
+from loradock.controller.core.limits import RULES, limits_from, limits_to
 from loradock.messages.records import Input, Record
 from tests.support.simulation.workload import random_history
 
 HISTORIES = Path(__file__).parents[2] / "histories"
-SEEDS = (3, 12, 18)
-LATER_SEEDS = (21,)
-"""Added with a new kind of input; the rules for the others did not change."""
+SEEDS = (3, 12, 18, 21)
 STEPS = 300
 DIGEST_INTERVAL = 50
 
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
-def files(rules: int) -> list[Path]:
-    """Return the recorded histories of one rules number."""
-    return sorted(HISTORIES.glob(f"rules-{rules}-*.jsonl"))
+REPLAYED = sorted(HISTORIES.glob(f"rules-{RULES}-*.jsonl"))
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -64,15 +59,13 @@ def write(path: Path, seed: int) -> None:
         file.write("\n".join([msgspec.json.encode(head).decode(), *lines]) + "\n")
 
 
-def test_there_are_histories_of_the_current_rules() -> None:
-    assert len(files(RULES)) >= len(SEEDS), f"rules {RULES} have no recorded history; see above"
-
-
-REPLAYED = [path for rules in RULES_READ for path in files(rules)]
+def test_there_are_histories_of_the_current_rules_alone() -> None:
+    assert len(REPLAYED) == len(SEEDS), f"rules {RULES} have too few histories; see above"
+    assert sorted(HISTORIES.iterdir()) == REPLAYED
 
 
 def controller_of(head: dict[str, Any]) -> Controller:
-    return Controller(limits_from(head["limits"]), head["policy"], rules=head["rules"])
+    return Controller(limits_from(head["limits"]), head["policy"])
 
 
 @pytest.mark.parametrize("path", REPLAYED, ids=lambda path: path.name)
@@ -101,34 +94,15 @@ def test_one_input_less_changes_the_digest(path: Path) -> None:
     assert controller.digest() != head["digest"]
 
 
-@pytest.mark.parametrize("path", files(2), ids=lambda path: path.name)
-def test_the_rules_decide_differently(path: Path) -> None:
-    head, records = read(path)
-    controller = Controller(limits_from(head["limits"]), head["policy"])
-    assert head["rules"] < controller.rules
-    for record in records:
-        controller.handle(record.input, record.time_ns)
-    assert controller.digest() != head["digest"]
-
-
 def test_histories_meet_every_kind_of_input() -> None:
     met = {type(record.input).__name__ for path in REPLAYED for record in read(path)[1]}
     # A skip changes nothing in the core; the shell's tests and the log's have them.
     assert met == {kind.__name__ for kind in get_args(Input)} - {"InputSkipped"}
 
 
-def test_former_rules_are_not_those_of_this_version() -> None:
-    """Their records are still read; `check_rules` refuses a log of them."""
-    assert len(files(1)) == len((*SEEDS, *LATER_SEEDS))
-    for path in files(1):
-        head, records = read(path)
-        assert head["rules"] == 1 < RULES
-        assert len(records) > STEPS // 2
-
-
 if __name__ == "__main__":
     HISTORIES.mkdir(exist_ok=True)
-    for history_seed in (*SEEDS, *LATER_SEEDS):
+    for history_seed in SEEDS:
         history = HISTORIES / f"rules-{RULES}-seed-{history_seed}.jsonl"
         if not history.exists():
             write(history, history_seed)

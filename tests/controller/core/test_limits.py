@@ -2,17 +2,11 @@
 
 import pytest
 
-from loradock.controller.core.limits import (
-    Limits,
-    LimitsError,
-    limits_from,
-    limits_to,
-    rules_read,
-)
+from loradock.controller.core.limits import Limits, LimitsError, limits_from, limits_to
 
 
 def test_stored_limits_are_read_again() -> None:
-    limits = Limits(max_loras=3, slot_quantum_ms=7)
+    limits = Limits(max_loras=3, turn_tokens=7)
     assert limits_from(limits_to(limits)) == limits
 
 
@@ -29,7 +23,3 @@ def test_unknown_invalid_and_contradictory_limits_are_refused(
 ) -> None:
     with pytest.raises(LimitsError, match=text):
         limits_from(values)
-
-
-def test_errors_name_the_rules_that_are_read() -> None:
-    assert rules_read() == "2, 3 and 4"

@@ -13,13 +13,14 @@ from loradock.controller.core.rankings import (
     Cache,
     Fifo,
     Gdsf,
+    Lrfu,
     Lru,
     Ranking,
     RankingState,
     Sieve,
 )
 
-KINDS = (Lru, Fifo, Sieve, Gdsf, Adaptive)
+KINDS = (Lru, Fifo, Sieve, Gdsf, Lrfu, Adaptive)
 SIZES = {one: 1 + one % 4 for one in range(1, 13)}
 
 Access = tuple[int, int]
@@ -90,18 +91,56 @@ def test_gdsf_keeps_what_is_small_used_and_costly_for_as_long_as_it_is_used() ->
     assert 1 not in cache.ranking
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_lrfu_lies_between_lru_and_lfu(seed: int) -> None:
+    """With a half-life of one use it is LRU; if uses never age, the least frequently used leaves.
+
+    Of equally frequent ones, the least recently used leaves first.
+    """
+    trace = random.Random(seed).choices(range(30), [1 / (one + 1) for one in range(30)], k=2000)
+
+    class Forgetful(Lrfu):
+        HALF_LIFE = 1
+
+    class Lfu(Lrfu):
+        HALF_LIFE = 1 << 40
+
+    forgetful, recent, lfu = (cache_of(kind, 8, 1 << 40) for kind in (Forgetful, Lru, Lfu))
+    uses: dict[int, tuple[int, int]] = {}
+    for number, one in enumerate(trace):
+        assert forgetful.access(one, 1, 1) == recent.access(one, 1, 1)
+        expected = None
+        if one not in uses:
+            leaves = min(uses, key=uses.__getitem__) if len(uses) == 8 else None
+            expected = [] if leaves is None else [leaves]
+            uses.pop(leaves, None)  # type: ignore[arg-type]
+        uses[one] = (uses.get(one, (0, 0))[0] + 1, number)
+        assert lfu.access(one, 1, 1) == expected
+
+
+def test_lrfu_keeps_what_is_used_now_before_what_was_used_more_often_once() -> None:
+    cache = cache_of(Lrfu, 2, 100)
+    run(cache, [(1, 1)] * 10)
+    for _ in range(3):
+        assert cache.access(2, SIZES[2], 1) in ([], None)
+    # Ten half-lives of uses of the other: ten uses count less than one.
+    for _ in range(10 * Lrfu.HALF_LIFE):
+        cache.access(2, SIZES[2], 1)
+    assert cache.access(3, SIZES[3], 1) == [1]
+
+
 def test_adaptive_costs_little_more_than_its_best_expert() -> None:
     generator = random.Random(2)
     zipf = generator.choices(range(1, 101), [1 / one for one in range(1, 101)], k=6000)
     drift = [step // 300 * 4 + generator.randrange(1, 8) for step in range(6000)]
     for trace in (zipf, drift):
         costs = {}
-        for kind in (Lru, Sieve, Gdsf, Adaptive):
+        for kind in (*Adaptive.EXPERTS, Adaptive):
             cache = cache_of(kind, 10, 1 << 40)
             for one in trace:
                 cache.access(one, 1 + one % 4, 5 + one % 4)
             costs[kind] = cache.cost_ns
-        best = min(costs[kind] for kind in (Lru, Sieve, Gdsf))
+        best = min(costs[kind] for kind in Adaptive.EXPERTS)
         assert costs[Adaptive] <= 1.05 * best
         assert costs[Adaptive] <= 1.02 * costs[Lru]
 
@@ -165,7 +204,7 @@ def test_the_first_use_of_an_adapter_of_unknown_size_is_its_entry() -> None:
         ranking.use(one, 0, 1)
         ranking.enter(one, 2, 1)
     assert ranking.is_consistent()
-    assert [len(expert.ranking.entries) for expert in ranking.experts] == [2, 2, 2]
+    assert [len(expert.ranking.entries) for expert in ranking.experts] == [2, 2, 2, 2]
     # Only the experts have evicted it.
     assert ranking.choose(all_accepted) == 1
 

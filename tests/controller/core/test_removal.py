@@ -292,12 +292,12 @@ def test_embeddings_and_classifications_are_served_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "quantum_ms", "count"), [(1, 0, 5), (1, 1, 1), (1, 1, 5), (2, 0, 2), (2, 1, 2)]
+    ("slots", "tokens", "count"), [(1, 0, 5), (1, 8, 1), (1, 8, 5), (2, 0, 2), (2, 8, 2)]
 )
 def test_every_request_before_a_removal_ends_in_every_deployment(
-    slots: int, quantum_ms: int, count: int
+    slots: int, tokens: int, count: int
 ) -> None:
-    bench = CoreBench(slots=slots, slot_quantum_ms=quantum_ms)
+    bench = CoreBench(slots=slots, turn_tokens=tokens)
     for name in ("a", "b", "c"):
         bench.request(rq.LoadAdapter, name)
     sent = [bench.send(records.GenerationRequested, name) for name in ("a", "b", "c") * count]
@@ -305,7 +305,7 @@ def test_every_request_before_a_removal_ends_in_every_deployment(
     removals = [bench.send(rq.RemoveAdapter, name, True) for name in ("c", "b")]
     for _ in range(200):
         bench.settle(5)
-        bench.advance(2)
+        bench.end_turns()
         bench.complete(0)
     bench.settle()
     assert {bench.reply(request).finish_reason for request in sent} == {"stop"}

@@ -34,7 +34,7 @@ IN_DIGEST = {
 }
 DERIVED = {
     *("names", "free_slots", "lru_order", "queues", "demoting", "promoting"),
-    *("held", "deadlines", "deadlines_max", "timer_ns", "turn_end_ns"),
+    *("held", "deadlines", "deadlines_max", "timer_ns"),
 }
 LABELS = {"wall_offset_ns"}
 

@@ -7,24 +7,28 @@ import pytest
 from msgspec.structs import replace
 
 from loradock.controller.core.reconcile import FIRST_TOKEN_SHARE
+from loradock.controller.core.views import show_status
 from loradock.messages import commands, records, requests
 from loradock.messages.errors import ErrorCode
 from tests.support.simulation.core_bench import NAMES, CoreBench
 from tests.support.simulation.engine_records import Content
 
-QUANTUM_MS = 10
+TOKENS = 16
 
 
 def bench_of(slots: int = 1, **limits: int) -> CoreBench:
     """Return a deployment that knows all adapters."""
-    bench = CoreBench(slots, **{"slot_quantum_ms": QUANTUM_MS, **limits})
+    bench = CoreBench(slots, **{"turn_tokens": TOKENS, **limits})
     for name in NAMES:
         assert isinstance(bench.request(requests.LoadAdapter, name), requests.AdapterDone)
     return bench
 
 
 def suspended(bench: CoreBench) -> set[str]:
-    """Return the requests that the engine has suspended; the core must agree."""
+    """Return the requests that the engine has suspended.
+
+    The core has them too, and those whose turn it has ordered to end.
+    """
     assert bench.engine is not None
     known = {
         request_id
@@ -32,24 +36,28 @@ def suspended(bench: CoreBench) -> set[str]:
         for request_id in adapter.waiters
         if bench.world.pending_requests[request_id].op
     }
-    running = bench.engine.running.items()
-    assert known == {work.command.request_id for _, work in running if work.suspended}
-    return known
+    ordered = {(one.slot, one.generation) for one in orders(bench)}
+    running = bench.engine.running.values()
+    inference = [one for one in running if isinstance(one.command, commands.StartGeneration)]
+    found = {work.command.request_id for work in inference if work.suspended}
+    leaving = {
+        work.command.request_id
+        for work in inference
+        if (work.command.slot, work.command.generation) in ordered
+    }
+    assert known == found | leaving
+    return found
 
 
-def let_turn_end(bench: CoreBench) -> None:
-    bench.advance(QUANTUM_MS)
-    bench.settle()
+def is_inference(bench: CoreBench, op: int) -> bool:
+    return isinstance(bench.engine.running[op].command, commands.StartInference)
 
 
 def test_a_leased_adapter_keeps_its_slot_until_its_turn_is_over() -> None:
     bench = bench_of()
     first, second = bench.generate("a"), bench.generate("b")
-    bench.advance(QUANTUM_MS - 1)
-    bench.settle()
     assert (bench.in_slots(), suspended(bench)) == ({"a"}, set())
-    bench.advance(1)
-    bench.settle()
+    bench.end_turns()
     assert (bench.in_slots(), suspended(bench)) == ({"b"}, {first})
     assert bench.adapter("a").state == "pinned"
     bench.end_generation(second)
@@ -60,15 +68,15 @@ def test_a_leased_adapter_keeps_its_slot_until_its_turn_is_over() -> None:
 
 
 def test_nothing_is_preempted_without_turns_or_waiting_adapters() -> None:
-    bench = bench_of(slot_quantum_ms=0)
+    bench = bench_of(turn_tokens=0)
     bench.generate("a")
     bench.generate("b")
-    let_turn_end(bench)
+    bench.end_turns()
     assert (bench.in_slots(), suspended(bench)) == ({"a"}, set())
     bench = bench_of()
     bench.generate("a")
     for _ in range(3):
-        let_turn_end(bench)
+        bench.end_turns()
     assert bench.adapter("a").counters.deactivations == 0
 
 
@@ -78,7 +86,7 @@ def test_every_adapter_has_its_turn_before_any_has_two() -> None:
     for name in (*NAMES, "a", "a", "b"):
         bench.generate(name)
     for _ in range(10):
-        let_turn_end(bench)
+        bench.end_turns()
     # Twenty turns of two slots, of which those of the first two began at once.
     turns = Counter({name: bench.adapter(name).counters.activations for name in NAMES})
     assert set(turns.values()) <= {4, 5}, turns
@@ -87,38 +95,25 @@ def test_every_adapter_has_its_turn_before_any_has_two() -> None:
     assert totals.evictions == totals.evictions_caused == totals.deactivations + 2
 
 
-def test_a_new_request_waits_for_no_more_turns_than_adapters_wait() -> None:
-    bench = bench_of(slots=2)
-    for name in "abcd":
-        bench.generate(name)
-    let_turn_end(bench)
-    late = bench.generate("e")
-    turns = 0
-    while not bench.world.pending_requests[late].op:
-        let_turn_end(bench)
-        turns += 1
-    # Two adapters wait before it, for two slots; the turn in progress is the first one.
-    assert turns == 2
-
-
 def test_requests_of_a_preempted_adapter_continue_together() -> None:
     bench = bench_of()
     running = {bench.generate("a") for _ in range(3)}
-    bench.generate("b")
+    other = bench.generate("b")
     waiting = bench.generate("a")
     assert bench.world.pending_requests[waiting].op == 0
-    let_turn_end(bench)
+    bench.end_turns()
     assert suspended(bench) == running
-    let_turn_end(bench)
-    assert suspended(bench) != running
-    assert bench.adapter("a").leases == 4
+    bench.end_turns()
+    assert suspended(bench) == {other}
+    # Their turn is ordered to end too.
+    assert set(bench.adapter("a").waiters) == {*running, waiting}
 
 
 def test_batches_and_poolings_are_not_preempted() -> None:
     bench = bench_of()
     pooling = bench.pool("a")
     bench.generate("b")
-    let_turn_end(bench)
+    bench.end_turns()
     assert bench.in_slots() == {"a"}
     bench.end_generation(pooling)
     assert bench.in_slots() == {"b"}
@@ -127,7 +122,7 @@ def test_batches_and_poolings_are_not_preempted() -> None:
 def test_a_suspended_generation_is_cancelled_like_a_running_one() -> None:
     bench = bench_of()
     first, second = bench.generate("a"), bench.generate("b")
-    let_turn_end(bench)
+    bench.end_turns()
     assert bench.request(requests.CancelGeneration, first).found
     bench.end_generation(first)
     assert bench.reply(first).finish_reason == "cancelled"
@@ -136,10 +131,10 @@ def test_a_suspended_generation_is_cancelled_like_a_running_one() -> None:
 
 
 def test_a_suspended_generation_ends_at_its_deadline() -> None:
-    bench = bench_of(generation_timeout_ms=QUANTUM_MS + 5)
+    bench = bench_of(generation_timeout_ms=5)
     first = bench.generate("a")
     bench.generate("b")
-    let_turn_end(bench)
+    bench.end_turns()
     assert suspended(bench) == {first}
     bench.advance(5)
     assert bench.reply(first).code is ErrorCode.ENGINE_GONE
@@ -152,7 +147,7 @@ def test_the_loss_of_the_engine_ends_suspended_generations() -> None:
     bench = bench_of()
     first = bench.generate("a")
     bench.generate("b")
-    let_turn_end(bench)
+    bench.end_turns()
     bench.lose_engine()
     assert bench.reply(first).code is ErrorCode.ENGINE_GONE
     assert not bench.world.pending_requests
@@ -165,19 +160,18 @@ def test_a_restarted_controller_resumes_what_is_suspended(lost_inputs: int, turn
     bench = bench_of()
     first, second = bench.generate("a"), bench.generate("b")
     for _ in range(turns):
-        let_turn_end(bench)
+        bench.end_turns()
     bench.restart_controller(lost_inputs)
     bench.settle()
     for _ in range(2):
-        let_turn_end(bench)
-    ended = 0
-    while bench.world.pending_requests:
-        bench.engine.complete(bench.engine.completable()[0])
-        bench.settle()
-        let_turn_end(bench)
-        ended += 1
+        bench.end_turns()
     # One more if a generation is not in the log any more.
-    assert ended <= 3
+    for _ in range(3):
+        if bench.world.pending_requests:
+            ending = [op for op in bench.engine.completable() if is_inference(bench, op)]
+            bench.engine.complete(ending[0])
+            bench.end_turns()
+    assert not bench.world.pending_requests
     for request_id in {first, second} & set(bench.oracle.requests) - bench.oracle.forgotten:
         assert isinstance(bench.reply(request_id), requests.GenerationDone)
 
@@ -187,7 +181,7 @@ def test_commands_that_are_lost_are_repeated(lost_commands: int) -> None:
     bench = bench_of()
     first, second = bench.generate("a"), bench.generate("b")
     for _ in range(4):
-        bench.advance(QUANTUM_MS)
+        bench.end_turns()
         bench.cut_link(lost_commands)
         bench.settle()
     running = {first, second} - suspended(bench)
@@ -199,7 +193,7 @@ def test_commands_that_are_lost_are_repeated(lost_commands: int) -> None:
 def test_removal_by_force_waits_for_suspended_generations() -> None:
     bench = bench_of()
     first, second = bench.generate("a"), bench.generate("b")
-    let_turn_end(bench)
+    bench.end_turns()
     waiting = bench.generate("a")
     removal = bench.send(requests.RemoveAdapter, "a", True)
     bench.settle()
@@ -217,7 +211,7 @@ def test_removal_by_force_waits_for_suspended_generations() -> None:
 def test_a_suspended_generation_ends_on_the_version_that_it_began_with() -> None:
     bench = bench_of(slots=1)
     first, second = bench.generate("a"), bench.generate("b")
-    let_turn_end(bench)
+    bench.end_turns()
     old = bench.adapter("a")
     bench.files["a"] = Content("other content of a", 10, 10)
     done = bench.request(requests.LoadAdapter, "a", "", True)
@@ -226,9 +220,9 @@ def test_a_suspended_generation_ends_on_the_version_that_it_began_with() -> None
     assert (old.retired, old.id in bench.world.adapters) == (True, True)
     assert list(old.waiters) == [first]
     bench.end_generation(second)
+    bench.end_generation(new)
     # The oracle checks that it continues on the old content.
     bench.end_generation(first)
-    bench.end_generation(new)
     assert old.id not in bench.world.adapters
     assert bench.adapter("a").fingerprint == "other content of a"
 
@@ -237,7 +231,7 @@ def test_a_hold_that_takes_the_last_slot_pauses_suspended_generations() -> None:
     bench = bench_of(retry_backoff_ms=20)
     first = bench.generate("a")
     hold = bench.send(requests.HoldAdapter, "b")
-    let_turn_end(bench)
+    bench.end_turns()
     assert isinstance(bench.reply(hold), requests.AdapterDone)
     late = bench.generate("a")
     assert bench.reply(late).code is ErrorCode.NO_ROOM
@@ -254,7 +248,7 @@ def test_a_suspended_generation_that_is_to_end_needs_no_slot() -> None:
     bench = bench_of(retry_backoff_ms=20)
     first = bench.generate("a")
     bench.send(requests.HoldAdapter, "b")
-    let_turn_end(bench)
+    bench.end_turns()
     assert bench.request(requests.CancelGeneration, first).found
     bench.advance(20)
     late = bench.generate("a")
@@ -271,7 +265,7 @@ def test_files_that_changed_end_a_suspended_generation(removed: bool) -> None:
     bench = bench_of()
     first = bench.generate("a")
     bench.generate("b")
-    let_turn_end(bench)
+    bench.end_turns()
     suspended_on = bench.adapter("a")
     removal = bench.send(requests.RemoveAdapter, "a", True) if removed else ""
     assert bench.engine is not None
@@ -279,7 +273,7 @@ def test_files_that_changed_end_a_suspended_generation(removed: bool) -> None:
     bench.files["a"] = Content("other content of a", 10, 10)
     bench.cut_link(0)
     bench.settle()
-    let_turn_end(bench)
+    bench.end_turns()
     assert bench.reply(first).code is ErrorCode.CONFLICT
     assert (suspended_on.state, suspended_on.id in bench.world.adapters) == ("evicted", True)
     bench.end_generation(first)
@@ -292,9 +286,9 @@ def test_suspended_adapters_keep_their_host_memory() -> None:
     bench = bench_of(max_cpu_loras=2)
     bench.generate("a")
     bench.generate("b")
-    let_turn_end(bench)
+    bench.end_turns()
     bench.generate("c")
-    let_turn_end(bench)
+    bench.end_turns()
     assert bench.state("c") in {"unregistered", "evicted"}
     assert {bench.state("a"), bench.state("b")} == {"pinned", "gpu-slot"}
 
@@ -303,35 +297,34 @@ def test_a_preemption_that_fails_changes_nothing() -> None:
     bench = bench_of()
     first = bench.generate("a")
     bench.generate("b")
-    bench.advance(QUANTUM_MS)
     bench.fail("PreemptSlot", ErrorCode.NOT_RESIDENT)
     assert bench.adapter("a").slot == 0
-    bench.settle()
+    bench.end_turns()
     assert bench.in_slots() == {"b"}
     assert suspended(bench) == {first}
 
 
 def test_changed_settings_begin_and_end_the_turns() -> None:
-    bench = bench_of(slot_quantum_ms=0)
+    bench = bench_of(turn_tokens=0)
     first, second = bench.generate("a"), bench.generate("b")
-    change(bench, QUANTUM_MS)
-    let_turn_end(bench)
+    change(bench, TOKENS)
+    bench.end_turns()
     assert suspended(bench) == {first}
     change(bench, 0)
     for _ in range(3):
-        let_turn_end(bench)
-    assert suspended(bench) == {first}
-    bench.end_generation(second)
-    assert bench.in_slots() == {"a"}
+        # The first one was ordered before the change.
+        bench.end_turns()
+    assert suspended(bench) == {second}
+    bench.end_generation(first)
+    assert bench.in_slots() == {"b"}
 
 
-TOKENS = 16
 _MOVES = (commands.WriteSlot, commands.ResetSlot)
 
 
 def bench_of_tokens(slots: int) -> CoreBench:
     """Return a deployment with turns of tokens, whose engine ends them when it is told to."""
-    bench = bench_of(slots, slot_quantum_ms=0, turn_tokens=TOKENS)
+    bench = bench_of(slots)
     for name in NAMES:
         bench.request(requests.StageAdapter, name)
     return bench
@@ -447,8 +440,8 @@ def is_running(bench: CoreBench, request_id: str) -> bool:
     return bool(op) and bench.engine is not None and op in bench.engine.completable()
 
 
-def change(bench: CoreBench, quantum_ms: int) -> None:
-    bench.limits = replace(bench.limits, slot_quantum_ms=quantum_ms)
+def change(bench: CoreBench, tokens: int) -> None:
+    bench.limits = replace(bench.limits, turn_tokens=tokens)
     for controller in (bench.controller, bench.shadow):
         actions = controller.reconfigure(bench.limits, "lru")
     for action in actions:
@@ -459,7 +452,7 @@ def change(bench: CoreBench, quantum_ms: int) -> None:
 def test_a_resumption_that_is_lost_is_ordered_again() -> None:
     bench = bench_of(slots=1)
     first, second = bench.generate("a"), bench.generate("b")
-    let_turn_end(bench)
+    bench.end_turns()
     assert suspended(bench) == {first}
     assert bench.engine is not None
     bench.engine.complete(bench.world.pending_requests[second].op)
@@ -476,3 +469,44 @@ def test_a_resumption_that_is_lost_is_ordered_again() -> None:
     assert suspended(bench) == set()
     bench.end_generation(first)
     assert isinstance(bench.reply(first), requests.GenerationDone)
+
+
+def test_a_request_runs_until_its_adapter_left_the_slot_whatever_the_engine_last_said() -> None:
+    """A batch is reported before a turn ends, so what it says of suspended requests may be old."""
+    bench = bench_of()
+    first = bench.generate("a")
+    bench.generate("b")
+    batch = frozenset({bench.world.pending_requests[first].op})
+
+    def shown() -> dict[str, tuple[bool, int, int]]:
+        status = show_status(bench.controller, requests.ShowStatus("s", uses=True), batch)
+        return {use.adapter: (use.slot >= 0, use.running, use.waiting) for use in status.uses}
+
+    assert shown() == {"a": (True, 1, 0), "b": (False, 0, 1)}
+    bench.end_turns()
+    assert suspended(bench) == {first}
+    assert shown() == {"a": (False, 0, 1), "b": (True, 0, 1)}
+
+
+def test_a_lost_payload_of_a_request_that_is_over_changes_nothing() -> None:
+    bench = bench_of()
+    running = bench.generate("a")
+    bench.handle(records.PayloadLost("r-unknown"))
+    assert bench.world.pending_requests.keys() == {running}
+    assert [one.request_id for one in bench.world.operations.values()] == [running]
+
+
+def test_a_turn_that_the_log_has_lost_is_found_in_the_inventory() -> None:
+    bench = bench_of()
+    first = bench.generate("a")
+    op = bench.world.pending_requests[first].op
+    assert bench.engine is not None
+    inventory = bench.engine.inventory()
+    adapters = [
+        replace(one, state="pinned", slot=-1, generation=0) if one.adapter == "a" else one
+        for one in inventory.adapters
+    ]
+    moved = replace(inventory, adapters=tuple(adapters), suspended=(op,))
+    bench.controller.handle(moved, bench.now + 1)
+    assert bench.adapter("a").leases == 0
+    assert bench.adapter("a").waiters.keys() == {first}

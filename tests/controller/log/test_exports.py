@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loradock.controller.core.limits import RULES
+from loradock.controller.core.limits import RULES, Limits
 from loradock.controller.core.world import Adapter
 from loradock.controller.log.exports import (
     ExportedState,
@@ -111,6 +111,15 @@ def test_a_log_of_former_rules_is_refused_and_exported(tmp_path: Path) -> None:
     result = replay(tmp_path / "log", checked=True)
     assert result.controller is not None
     assert sorted(result.controller.world.names) == names
+
+
+def test_limits_of_other_rules_are_left_out_of_an_export(tmp_path: Path) -> None:
+    own = header_of(Limits(max_loras=3))
+    former = msgspec.structs.replace(own, rules=4, limits=own.limits | {"slot_quantum_ms": 250})
+    with Log.open(tmp_path / "log", former) as log:
+        log.append([Record(1, ControllerStarted(1))], 1)
+    state = export_state(tmp_path / "log")
+    assert (state.rules, state.is_exact, state.limits) == (4, False, own.limits)
 
 
 def document(tmp_path: Path, **changes: Any) -> bytes:

@@ -13,7 +13,7 @@ from loradock.controller.core.eviction import POLICIES
 from loradock.controller.core.invariants import check
 from loradock.controller.core.limits import RULES, Limits, limits_to
 from loradock.controller.log.format import LogForeign
-from loradock.controller.log.replay import replay, replay_with_policy
+from loradock.controller.log.replay import check_rules, replay
 from loradock.controller.log.writer import Log
 from loradock.messages.base import Message
 from loradock.messages.events import AdapterReleased
@@ -102,30 +102,13 @@ def test_other_limits_count_the_engine_as_lost(tmp_path: Path) -> None:
     assert [a.state for a in result.controller.world.adapters.values()] == ["evicted"]
 
 
-def test_rules_that_are_not_known_are_refused(tmp_path: Path) -> None:
-    with Log.open(tmp_path / "log", header(rules=RULES + 1)) as log:
+@pytest.mark.parametrize("rules", [RULES - 1, RULES + 1])
+def test_other_rules_are_refused(tmp_path: Path, rules: int) -> None:
+    with Log.open(tmp_path / "log", header(rules=rules)) as log:
         log.append([Record(1, ControllerStarted(1))], 1)
-    with pytest.raises(LogForeign, match=str(RULES + 1)):
-        replay(tmp_path / "log")
-
-
-def test_a_log_of_former_rules_is_continued_under_the_current_ones(tmp_path: Path) -> None:
-    """Each segment is replayed by its own rules; the change loses no engine and no adapter."""
-    former, continued = Controller(LIMITS, rules=2, checked=True), len(HISTORY) + 1
-    with Log.open(tmp_path / "log", header(rules=2)) as log:
-        for seq, message in enumerate(HISTORY, start=1):
-            log.append([Record(seq, message, former.digest())], 1)
-            former.handle(message, seq)
-    assert former.rules == 2 < RULES
-    former.reconfigure(LIMITS, "lru")
-    with Log.open(tmp_path / "log", header()) as log:
-        log.append([Record(continued, HoldAdapter("r-3", "upper"), former.digest())], continued)
-    result = replay(tmp_path / "log", checked=True)
-    assert (result.divergence, result.digests_compared) == (None, continued)
-    assert result.controller is not None
-    assert result.controller.rules == RULES
-    assert result.controller.world.engine is not None
-    assert result.controller.world.adapters[1].held
+    for read in (replay, check_rules):
+        with pytest.raises(LogForeign, match=f"rules {rules}; .* rules {RULES}; .*log export"):
+            read(tmp_path / "log")
 
 
 def test_a_record_of_another_version_ends_the_replay_after_those_before_it(tmp_path: Path) -> None:
@@ -142,28 +125,23 @@ def test_a_record_of_another_version_ends_the_replay_after_those_before_it(tmp_p
     assert replay(tmp_path / "log", len(HISTORY)).inputs == len(HISTORY)
 
 
-def test_another_policy_replays_without_digests(tmp_path: Path) -> None:
-    written(tmp_path / "log", wrong_at=3)
-    result = replay_with_policy(tmp_path / "log", "none", checked=True)
-    assert (result.digests_compared, result.divergence) == (0, None)
-    assert result.controller is not None
-    assert result.controller.policy_name == "none"
-    assert result.inputs == len(HISTORY)
+def test_a_log_with_an_unknown_policy_is_refused(tmp_path: Path) -> None:
+    with Log.open(tmp_path / "log", msgspec.structs.replace(header(), policy="mru")) as log:
+        log.append([Record(1, HISTORY[0])], 1)
     with pytest.raises(LogForeign, match="'mru'"):
-        replay_with_policy(tmp_path / "log", "mru")
+        replay(tmp_path / "log")
 
 
 @settings(max_examples=4)
 @given(seed=st.integers(0, 1_000_000), policy=st.sampled_from(sorted(POLICIES)))
-@example(seed=23, policy="none")
-@example(seed=33, policy="none")
-@example(seed=42, policy="none")
-def test_every_history_can_be_replayed_with_another_policy(seed: int, policy: str) -> None:
+@example(seed=0, policy="none")
+@example(seed=7, policy="none")
+def test_every_history_can_be_handled_under_another_policy(seed: int, policy: str) -> None:
     """Reports no longer fit then; they are refused, and every invariant but the bounds holds.
 
     An inventory of adapters that would not have been loaded may exceed the bounds.
     """
-    deployment = random_history(seed, 300).deployment
+    deployment = random_history(seed, 150).deployment
     controller = Controller(deployment.limits, policy)
     for data in deployment.inputs:
         record = msgspec.msgpack.decode(data, type=Record)

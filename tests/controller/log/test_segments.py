@@ -18,7 +18,7 @@ from loradock.controller.log.format import (
     whole_frame,
     whole_frames,
 )
-from loradock.controller.log.segments import read, segments, verify
+from loradock.controller.log.segments import read, verify, walk
 from loradock.controller.log.writer import Log
 from loradock.messages.errors import ErrorCode
 from loradock.messages.records import Record
@@ -71,7 +71,7 @@ def test_a_log_is_read_from_any_record_on(directory: Path) -> None:
     assert [record for _, _, record in everything] == make_records(COUNT)
     for first_seq in range(COUNT + 3):
         assert list(read(directory, first_seq)) == everything[max(first_seq - 1, 0) :]
-    assert len(list(segments(directory, seq_of(files(directory)[2])))) == len(files(directory)) - 2
+    assert len(list(walk(directory, seq_of(files(directory)[2])))) == len(files(directory)) - 2
 
 
 def test_the_first_segments_can_be_dropped(directory: Path) -> None:
@@ -85,22 +85,16 @@ def test_the_first_segments_can_be_dropped(directory: Path) -> None:
 
 
 def test_reading_only_headers_checks_the_records_too(directory: Path) -> None:
-    assert [header.first_seq for header, _ in segments(directory)] == [
+    assert [segment.header.first_seq for segment in walk(directory)] == [
         seq_of(file) for file in files(directory)
     ]
     flip(files(directory)[2], 600)
     with pytest.raises(LogCorrupt):
-        list(segments(directory))
-    found, first_records = segments(directory), []
+        list(walk(directory))
+    found, first_records = walk(directory), []
     with pytest.raises(LogCorrupt):
-        first_records.extend(next(records) for _, records in found)
+        first_records.extend(next(segment.records()) for segment in found)
     assert len(first_records) == 3
-
-
-def test_rules_that_are_not_known_are_refused(directory: Path) -> None:
-    assert len(list(read(directory, rules={1, 2}))) == COUNT
-    with pytest.raises(LogForeign, match=r"rules 1; this version knows \[2, 3\]"):
-        list(read(directory, rules={2, 3}))
 
 
 def test_a_format_that_is_not_known_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loradock.controller.log.format import LogBusy, LogForeign, LogFull, LogSyncFailed
-from loradock.controller.log.segments import read, segments, verify
+from loradock.controller.log.segments import read, verify, walk
 from loradock.controller.log.writer import Log, Recovered
 from loradock.messages.errors import ErrorCode
 from loradock.messages.records import Record, TimerFired
@@ -62,7 +62,7 @@ def test_every_segment_has_the_header_that_it_was_written_with(tmp_path: Path) -
     for header in (HEADER, HEADER, other):
         with Log.open(tmp_path, header) as log:
             log.append(make_records(2), epoch=1)
-    found = [(header, len(list(records))) for header, records in segments(tmp_path)]
+    found = [(segment.header, len(list(segment.records()))) for segment in walk(tmp_path)]
     assert found == [
         (msgspec.structs.replace(HEADER, first_seq=1), 4),
         (msgspec.structs.replace(other, first_seq=5), 2),
@@ -80,7 +80,7 @@ def test_a_new_header_replaces_one_without_records(tmp_path: Path, count: int) -
         Log.open(tmp_path, HEADER).close()
     with Log.open(tmp_path, msgspec.structs.replace(HEADER, policy="last")) as log:
         log.append(make_records(1), epoch=1)
-    assert [header.policy for header, _ in segments(tmp_path)] == ["lru"] * (count > 0) + ["last"]
+    assert [segment.header.policy for segment in walk(tmp_path)] == ["lru"] * (count > 0) + ["last"]
     assert verify(tmp_path)[1:] == (count + 1, 1, count + 1, 0, None)
 
 
@@ -213,7 +213,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_segment(
         disk.errors.clear()
         assert log.append(records[8:], epoch=1) == 8
     assert records_in(tmp_path) == records[:4] + records[8:]
-    assert len(list(segments(tmp_path))) == 2
+    assert len(list(walk(tmp_path))) == 2
 
 
 BROKEN = [

@@ -13,7 +13,7 @@ import pytest
 
 from loradock.cli import engine_commands
 from loradock.cli.exit_codes import ExitCode
-from loradock.cli.serve.hang_watch import is_stopped, process_tree
+from loradock.cli.serve.children import is_stopped, process_tree
 from loradock.client import Client
 from loradock.messages.ids import GPU_SLOT
 from loradock.messages.records import EngineLost

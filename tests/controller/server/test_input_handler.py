@@ -104,7 +104,7 @@ def assert_same(found: Controller, expected: Controller) -> None:
     assert found.digest() == expected.digest()
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1_000_000),
     failures=st.dictionaries(st.integers(2, 90), st.integers(0, 6), min_size=1, max_size=4),

@@ -244,7 +244,7 @@ def without_labels(message: Any) -> Any:
 
 
 @given(data=st.data())
-@settings(max_examples=4)
+@settings(max_examples=2)
 def test_a_history_does_not_depend_on_the_wall_clock(data: st.DataObject) -> None:
     steps = data.draw(STEPS, "steps")
     jumps_ns = data.draw(st.lists(JUMPS_NS, min_size=len(steps), max_size=len(steps)), "jumps")

@@ -26,13 +26,12 @@ from tests.support.simulation.shell_examples import RawClient, StandInEngine, ev
 ENGINE_PID = os.getpid()
 
 FAILING = """
-import os, pathlib, sys
+import pathlib, sys
 from loradock.controller.core.controller import Controller
-from loradock.controller.log.writer import Log
 from loradock.controller.server import process
 
 flags = pathlib.Path({flags!r})
-handle, append = Controller.handle, Log.append
+handle = Controller.handle
 
 def failing_handle(self, message, *rest, **named):
     actions = handle(self, message, *rest, **named)
@@ -42,20 +41,10 @@ def failing_handle(self, message, *rest, **named):
         raise RuntimeError("half done")
     return actions
 
-def crashing_append(self, group, *rest):
-    skips = type(group[0].input).__name__ == "InputSkipped"
-    if skips and (flags / "crash").exists():
-        (flags / "crash").unlink()
-        os._exit(9)
-    return append(self, group, *rest)
-
-Controller.handle, Log.append = failing_handle, crashing_append
+Controller.handle = failing_handle
 sys.exit(process.main())
 """
-"""A controller that fails to handle requests for one adapter, and once what a file is named after.
-
-With a file `crash`, it ends before it logs that an input is skipped.
-"""
+"""A controller that fails to handle requests for `poison`, and once what a file is named after."""
 
 
 class PoisonedController(ControllerProcess):
@@ -136,20 +125,6 @@ def test_only_the_poisonous_request_is_refused_and_later_starts_skip_it(
         assert names(client) == ["a", "b", "c", "d"]
         assert_replays(directory, client)
     assert sum(isinstance(message, records.InputSkipped) for message in logged(directory)) == 2
-
-
-def test_a_crash_before_the_skip_is_logged_is_recovered_from(
-    directory: Path, process: PoisonedController, client: RawClient
-) -> None:
-    (process.flags / "crash").touch()
-    client.send_request(rq.LoadAdapter(client.new_id(), "poison"))
-    assert process.wait() == 9
-    assert not any(isinstance(message, records.InputSkipped) for message in logged(directory))
-    process.start()
-    assert names(client) == []
-    assert any(isinstance(message, records.InputSkipped) for message in logged(directory))
-    assert "an input can't be handled and is skipped" in process.output()
-    assert_replays(directory, client)
 
 
 @pytest.mark.parametrize("kind", [reports.WeightsStaged, reports.EngineInventory])

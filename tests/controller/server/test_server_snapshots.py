@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loradock.cli.serve.hang_watch import is_stopped, process_tree
+from loradock.cli.serve.children import is_stopped, process_tree
 from loradock.controller.log.format import LogCorrupt
 from loradock.controller.log.replay import replay
 from loradock.controller.log.segments import segment_paths

@@ -120,7 +120,7 @@ def prefetch_takes_slots() -> Replacement:
 
 @bug
 def waiting_inference_refused_for_removal() -> Replacement:
-    return requests, "_is_inference", requests._is_suspended
+    return requests, "_is_inference", lambda pending: bool(pending.op)
 
 
 @bug

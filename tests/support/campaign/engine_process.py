@@ -155,7 +155,7 @@ class ModelledEngine:
         is_generation = running is not None and isinstance(
             running.command, commands.StartGeneration
         )
-        if self.model.limits.takes_turns and is_generation:
+        if self.model.limits.turn_tokens and is_generation:
             # Longer than a turn.
             delay *= TURNS_PER_GENERATION
         self._scheduler.after(delay, lambda: self._complete(op))

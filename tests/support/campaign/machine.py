@@ -223,7 +223,8 @@ def simulated_machine() -> Iterator[Machine]:
     with_files = ("loradock.controller.log.storage", "loradock.controller.log.repair")
     modules = [
         module
-        for name, module in sorted(sys.modules.items())
+        # A copy: another thread may import meanwhile.
+        for name, module in sorted(sys.modules.copy().items())
         if name.startswith(_PROGRAM) and name not in with_files
     ]
     was_enabled = gc.isenabled()

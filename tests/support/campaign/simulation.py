@@ -34,7 +34,7 @@ from tests.support.campaign.scheduler import Scheduler
 from tests.support.simulation.engine_records import Content
 
 NAMES: Final = ("a", "b", "c", "d", "e")
-RANKINGS: Final = ("fifo", "sieve", "gdsf", "adaptive")
+RANKINGS: Final = ("fifo", "sieve", "gdsf", "lrfu", "adaptive")
 TURNS_AT_BYTES: Final = (60, 80, 90, 170, 230)
 """In schedules with one of these bounds on host memory, adapters take turns in the slots."""
 RESTART_NS: Final = 30 * MS
@@ -383,6 +383,5 @@ def random_limits(rng: random.Random) -> Limits:
         operation_timeout_ms=400,
         retry_backoff_ms=50,
         digest_interval=rng.choice((1, 8)),
-        slot_quantum_ms=int(host_bytes in TURNS_AT_BYTES),
-        turn_tokens=8 * int(host_bytes in TURNS_AT_BYTES and on_host % 2),
+        turn_tokens=8 * int(host_bytes in TURNS_AT_BYTES),
     )

@@ -71,7 +71,7 @@ class Workload:
         self._simulation = simulation
         self._client = client
         self.is_stopped = False
-        count = len(NAMES) if simulation.limits.takes_turns else 3
+        count = len(NAMES) if simulation.limits.turn_tokens else 3
         for name in simulation.rng.sample(NAMES, count):
             client.begin(requests.LoadAdapter("", name))
         self._begin()
@@ -85,7 +85,7 @@ class Workload:
         simulation.scheduler.after(rng.choice(_PAUSES_NS), self._begin)
 
     def _next(self, rng: random.Random) -> requests.Request:
-        if self._simulation.limits.takes_turns and rng.random() < 0.5:
+        if self._simulation.limits.turn_tokens and rng.random() < 0.5:
             # Enough of them that adapters wait for slots.
             return requests.Generate("", _choose_name(rng), f"prompt {rng.randrange(1000)}")
         draw = rng.random()

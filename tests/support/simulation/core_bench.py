@@ -10,7 +10,7 @@ import msgspec
 
 from loradock.controller.core.limits import Limits
 from loradock.controller.core.world import Adapter
-from loradock.messages import events, records, requests
+from loradock.messages import commands, events, records, requests
 from loradock.messages.errors import ErrorCode
 from loradock.messages.views import PoolingTask
 from tests.support.simulation.deployment import Deployment
@@ -35,11 +35,39 @@ class CoreBench(Deployment):
             self.settle()
 
     def settle(self, rounds: int = 40) -> None:
-        """Complete everything in flight except inference, without time passing."""
+        """Complete everything in flight except inference and turns, without time passing."""
         for _ in range(rounds):
             self.transmit(len(self.channel))
             self.complete_moves()
             self.deliver(100)
+
+    def complete_moves(self) -> None:
+        """End everything that may end but inference, and the turns of slots that inference uses."""
+        if self.engine is None:
+            return
+        running = self.engine.running
+        used = {
+            (work.command.slot, work.command.generation)
+            for work in running.values()
+            if isinstance(work.command, commands.StartInference) and not work.suspended
+        }
+        for op in self.engine.completable():
+            command = running[op].command
+            if isinstance(command, commands.PreemptSlot):
+                may_end = (command.slot, command.generation) not in used
+            else:
+                may_end = not isinstance(command, commands.StartInference)
+            if may_end:
+                self.engine.complete(op)
+
+    def end_turns(self) -> None:
+        """End the turns of the adapters that are ordered to leave their slots, and settle."""
+        self.settle()
+        assert self.engine is not None
+        for op, work in tuple(self.engine.running.items()):
+            if isinstance(work.command, commands.PreemptSlot):
+                self.engine.complete(op)
+        self.settle()
 
     def send(self, kind: type, *fields: Any, **named: Any) -> str:
         """Send a request under a fresh id, which is returned."""

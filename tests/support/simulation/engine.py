@@ -28,7 +28,6 @@ _OF_ADAPTER = (
 _ON_DEVICE = (
     commands.WriteSlot,
     commands.ResetSlot,
-    commands.PreemptSlot,
     commands.SetMapping,
 )
 _WRITES = (commands.WriteSlot,)

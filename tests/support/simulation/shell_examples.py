@@ -55,6 +55,8 @@ class Peer:
         self._context = zmq.Context()
         self.socket = self._context.socket(kind)
         self.socket.linger = 0
+        # A peer that is gone takes nothing: the test fails instead of waiting for ever.
+        self.socket.sndtimeo = int(1000 * HANG_S)
         if kind == zmq.SUB:
             self.socket.subscribe(b"")
         if name == "engine.sock":

@@ -47,10 +47,13 @@ class SteppedClocks:
 
 @contextmanager
 def serving(
-    directory: Path, clocks: Clocks, transport_type: type[Transport] = Transport
+    directory: Path,
+    clocks: Clocks,
+    transport_type: type[Transport] = Transport,
+    **options: Any,
 ) -> Iterator["RequestClient"]:
     """Serve `directory` in a thread, and yield a client; the server ends with the context."""
-    config = ServerConfig(str(directory), LIMITS, sync="never", checked=True)
+    config = ServerConfig(str(directory), LIMITS, sync="never", checked=True, **options)
     parent_fd, write_fd = os.pipe()
     failures: list[BaseException] = []
 

@@ -34,7 +34,6 @@ def small_limits(
     slots: int,
     more_on_host: int,
     budgets: tuple[int, int, int],
-    quantum_ms: int = 0,
     tokens: int = 0,
 ) -> Limits:
     """Return limits that are reached soon, with timeouts that are reached only by a move."""
@@ -49,7 +48,6 @@ def small_limits(
         generation_timeout_ms=3_000_000,
         operation_timeout_ms=1_000_000,
         retry_backoff_ms=1,
-        slot_quantum_ms=quantum_ms,
         turn_tokens=tokens,
     )
 
@@ -150,8 +148,7 @@ def random_history(seed: int, steps: int) -> Workload:
     rng = random.Random(seed)
     budgets = (rng.randrange(60, 240, 10), rng.randrange(60, 140, 10), rng.randrange(60, 200, 10))
     sizes = [(rng.randrange(10, 60, 10), rng.randrange(10, 60, 10)) for _ in PATHS]
-    turns = (seed % 3, 8 * (seed % 4 == 1))
-    limits = small_limits(rng.randint(1, 3), rng.randint(1, 3), budgets, *turns)
+    limits = small_limits(rng.randint(1, 3), rng.randint(1, 3), budgets, 8 * (seed % 3 > 0))
     workload = Workload(limits, sizes)
     for _ in range(steps):
         rng.choice(_MOVES)(workload, rng)
