@@ -28,6 +28,7 @@ from loradock.cli.context import (
     settings_of,
 )
 from loradock.cli.exit_codes import CommandError, ExitCode, ServerNotRunning, failure_of
+from loradock.cli.fleet import AUTO_COPIES, FLEET_FILE, FleetFile, want
 from loradock.messages.errors import LoradockError
 from loradock.messages.views import PrefetchTarget
 
@@ -83,10 +84,21 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per option
             "Default: the first one and their number.",
         ),
     ] = False,
+    copies: Annotated[
+        str | None,
+        typer.Option(
+            "--copies",
+            metavar="NUMBER|auto",
+            help="Load it for the whole fleet of --fleet: this many docks keep it, or auto, as "
+            "many as demand needs. Default: only for this server.",
+        ),
+    ] = None,
+    fleet: FleetFile = FLEET_FILE,
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
     """Read and check an adapter, and keep it in host memory."""
+    count = None if copies is None else _copies(copies)
     chosen = _chosen(ctx, [*(adapters or ()), *(["*"] if every else [])], path)
     failed = dict[str, LoradockError]()
     for name, place in chosen.items():
@@ -98,6 +110,10 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per option
                 partial(_load, name, place, replace, timeout),
                 verbose=verbose,
             )
+            if count is not None:
+                with open_client(ctx) as client:
+                    view = client.show(name).adapter
+                want(fleet, name, place or name, view, count, replace=replace)
         except LoradockError as error:
             if len(chosen) == 1 or isinstance(error, ServerNotRunning):
                 raise
@@ -109,6 +125,14 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per option
             failure_of(next(iter(failed.values()))).exit_code,
             f"{len(failed)} of {len(chosen)} adapters were not loaded: {', '.join(failed)}",
         )
+
+
+def _copies(text: str) -> int:
+    if text == "auto":
+        return AUTO_COPIES
+    if not text.isdecimal() or not int(text):
+        raise CommandError(ExitCode.USAGE, f"--copies must be auto or at least 1, got {text!r}")
+    return int(text)
 
 
 def _load(

@@ -181,7 +181,7 @@ def remove(ctx: typer.Context, name: NameArgument, as_json: AsJson = False) -> N
 
 @context_app.command("list")
 def list_(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """List the named servers; an asterisk marks the server that commands are for."""
+    """List the named servers; an asterisk marks the selected one, which commands are for."""
     _show(ctx, as_json, read_contexts())
 
 
@@ -197,10 +197,11 @@ def _show(ctx: typer.Context, as_json: bool, contexts: Contexts) -> None:
         return
     rows = (
         (
-            f"{name} *" if name == contexts.selected else name,
+            name,
+            "*" if name == contexts.selected else "",
             one.address or str(one.directory),
             one.key,
         )
         for name, one in contexts.servers.items()
     )
-    output.show(FittingTable(("name", "server", "key"), rows))
+    output.show(FittingTable(("name", "selected", "server", "key"), rows, kept=3))

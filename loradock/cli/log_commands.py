@@ -53,22 +53,13 @@ class ReplayOptions(Struct, frozen=True, kw_only=True):
     checked: Annotated[
         bool, option("Debugging: check internal consistency after every record (slow).")
     ] = False
-    policy: Annotated[
-        str,
-        option(
-            "Replay the whole log as if this had been the eviction policy; no digests are "
-            "compared. Default: the recorded policy.",
-            metavar="NAME",
-        ),
-    ] = ""
-
     what_if: Annotated[
         str,
         option(
             "Show what other settings would have done to the logged requests, next to what was: "
-            "policy=NAME (also belady, which knows the future), slots=8 and other limits, "
-            "holds=NAME+NAME or none, prefetch=none, storage=2 (files are read twice as fast), "
-            "arrivals=1.5 (requests arrive 1.5 times as fast), separated by commas.",
+            "policy=NAME (also belady, which knows the future), max-loras=8 and other limits, "
+            "holds=NAME+NAME or none, prefetch=none or history, storage=2 (files are read twice as "
+            "fast), arrivals=1.5 (requests arrive 1.5 times as fast), separated by commas.",
             metavar="CHANGES",
         ),
     ] = ""
@@ -78,10 +69,9 @@ class ReplayOptions(Struct, frozen=True, kw_only=True):
 
     def replay(self, log_directory: Path, output: "Output") -> "ReplayResult":
         """Replay a log, and show the progress."""
-        from loradock.controller.log.replay import records_ahead, replay, replay_with_policy
+        from loradock.controller.log.replay import records_ahead, replay
 
-        from_start = self.from_start or bool(self.policy)
-        total = records_ahead(log_directory, self.until, from_start=from_start)
+        total = records_ahead(log_directory, self.until, from_start=self.from_start)
         with output.progress("replaying", total) as advance:
             shown = count(1)
 
@@ -89,10 +79,13 @@ class ReplayOptions(Struct, frozen=True, kw_only=True):
                 if next(shown) % _RECORDS_PER_ADVANCE == 0:
                     advance(_RECORDS_PER_ADVANCE)
 
-            how: dict[str, Any] = {"checked": self.checked, "observe": observe}
-            if self.policy:
-                return replay_with_policy(log_directory, self.policy, self.until, **how)
-            return replay(log_directory, self.until, from_start=from_start, **how)
+            return replay(
+                log_directory,
+                self.until,
+                from_start=self.from_start,
+                checked=self.checked,
+                observe=observe,
+            )
 
 
 @app.command()

@@ -69,6 +69,7 @@ COMMANDS: Final = {
             "Run an engine for a server elsewhere, or restart the engine.",
         ),
         Entry("keys", "keys", "Make keys, and decide which keys can connect to the server."),
+        Entry("fleet", "serve.fleet_commands", "Serve with many machines behind one address."),
         Entry("context", "contexts", "Name servers, and choose the server that commands are for."),
     ),
     "Adapters": (
@@ -224,6 +225,8 @@ def load(module: str) -> typer.Typer:  # noqa: C901, PLR0912 - a case per module
             from loradock.cli.engine_commands import app as found
         case "example":
             from loradock.cli.example import app as found
+        case "serve.fleet_commands":
+            from loradock.cli.serve.fleet_commands import app as found
         case "gateway":
             from loradock.cli.gateway import app as found
         case "inference":

@@ -1,17 +1,19 @@
 """The output of commands: JSON, text and tables on stdout, progress and errors on stderr.
 
 With `--json` stdout holds JSON and nothing else: one document, or one document per line for a
-stream.
+stream. Lines of stderr are objects of JSON then, `{"progress": ...}` and `{"error": ...}`.
 """
 
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Self
 
 import msgspec
 from rich.box import SIMPLE
@@ -33,6 +35,9 @@ from rich.table import Table
 from loradock.cli.exit_codes import Failure
 
 _PIPE_WIDTH: Final = 10_000
+
+PROGRESS_INTERVAL_S = 10.0
+"""Time between two lines about the progress of a command with `--json`."""
 
 _FOLDED_CELLS_MIN: Final = 16
 """The first column is folded to this width before another column is left out."""
@@ -64,29 +69,43 @@ class FittingTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table with the columns that fit."""
-        count = self._fitting(options.max_width)
+        widths = self._widths()
+        count = self._fitting(widths, options.max_width)
+        rest = options.max_width - sum(widths[: count - 1]) - 2 * count
+        if count > 1 and rest < widths[count - 1]:
+            # The last one is cut, and no other.
+            widths[count - 1] = max(1, rest)
         table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         for place, column in enumerate(self._columns[:count]):
             folds = place == 0
-            table.add_column(column, overflow="fold" if folds else "ellipsis", no_wrap=not folds)
+            table.add_column(
+                column,
+                overflow="fold" if folds else "ellipsis",
+                no_wrap=not folds,
+                width=None if folds else widths[place],
+            )
         for row in self._rows:
             table.add_row(*row[:count])
         yield table
         if count < len(self._columns):
             yield f"not shown, for lack of columns: {', '.join(self._columns[count:])}"
 
-    def _fitting(self, width: int) -> int:
-        """Return how many columns fit."""
+    def _widths(self) -> list[int]:
+        """Return how wide each column must be: the first as wide as it is folded."""
         widths = [
             max(cell_len(cell) for cell in (column, *(row[place] for row in self._rows)))
             for place, column in enumerate(self._columns)
         ]
         widths[0] = min(widths[0], _FOLDED_CELLS_MIN)
+        return widths
+
+    def _fitting(self, widths: list[int], width: int) -> int:
+        """Return how many columns fit."""
         taken = 0
         for count, cells in enumerate(widths):
-            # Two spaces separate columns, and one ends the table.
+            # Two spaces separate columns, and one is at each side of the table.
             taken += cells + 2
-            if taken - 1 > width and count >= self._kept:
+            if taken > width and count >= self._kept:
                 return count
         return len(widths)
 
@@ -126,6 +145,43 @@ def console(file: IO[str]) -> Console:
     has_width = file.isatty() or os.environ.get("COLUMNS", "").isdecimal()
     width = None if has_width else _PIPE_WIDTH
     return Console(file=file, width=width, markup=False, emoji=False, highlight=False)
+
+
+class _ProgressLines:
+    """Lines of JSON on stderr, which say how far a command is, while it is used as a context."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total, self._done = label, total, 0
+        self._started_s = time.monotonic()
+        self._ended = threading.Event()
+        # A daemon: a command that is interrupted does not wait for the next line.
+        self._thread = threading.Thread(target=self._write_lines, daemon=True)
+
+    def advance(self, amount: int) -> None:
+        """Add to the amount done."""
+        self._done += amount
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _write_lines(self) -> None:
+        while not self._ended.wait(PROGRESS_INTERVAL_S):
+            sys.stderr.write(json.dumps({"progress": self._fields()}) + "\n")
+            sys.stderr.flush()
+
+    def _fields(self) -> dict[str, Any]:
+        elapsed_s = time.monotonic() - self._started_s
+        fields: dict[str, Any] = {"what": self._label, "elapsed_s": round(elapsed_s, 1)}
+        if self._total:
+            left = self._total - self._done
+            left_s = round(elapsed_s * left / self._done, 1) if self._done else None
+            fields |= {"done": self._done, "total": self._total, "left_s": left_s}
+        return fields
 
 
 class Output:
@@ -174,9 +230,14 @@ class Output:
         """Show a label and the elapsed time on a terminal; both are erased afterwards.
 
         With a `total`, what it yields is called with the amount done since the last call, and
-        the part done and an estimate of the time left are shown too.
+        the part done and an estimate of the time left are shown too. With `--json`, stderr has the
+        same as a line of JSON every ten seconds.
         """
-        if self.as_json or not sys.stderr.isatty():
+        if self.as_json:
+            with _ProgressLines(label, total) as lines:
+                yield lines.advance
+            return
+        if not sys.stderr.isatty():
             yield lambda _: None
             return
         columns: list[ProgressColumn] = [SpinnerColumn(), TextColumn("{task.description}")]

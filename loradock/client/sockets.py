@@ -49,6 +49,11 @@ REMOTE_S: Final = 2.0
 
 _REBIND_S: Final = 0.5
 
+FIRST_START_S = 2.0
+"""Time in which a server that is being started for the first time makes its directory."""
+
+_SERVER_FILES: Final = frozenset({"keys", "run", "log"})
+
 _DECISIVE: Final = frozenset(
     {
         zmq.EVENT_HANDSHAKE_SUCCEEDED,
@@ -203,8 +208,8 @@ def _first_event(monitor: "zmq.Socket[Any]") -> tuple[int, int]:
 def check_place(connection: Connection) -> None:
     """Raise an error for a place where no server can ever answer this client.
 
-    `NotAllowed` for a remote server that refuses the keys, `EngineGone` for a directory that
-    contains other files and none of a server. One that does not exist can be a starting server's.
+    `NotAllowed` for a remote server that refuses the keys, `EngineGone` for a directory without a
+    server's files: at once if it contains others, otherwise after `FIRST_START_S`.
     """
     if connection.keys is not None:
         failure = remote_failure(connection)
@@ -212,9 +217,15 @@ def check_place(connection: Connection) -> None:
             raise failure
         return
     directory = _directory_of(connection)
-    found = {*os.listdir(directory)} if directory.is_dir() else set()
-    if found and not found & {"keys", "run", "log"}:
-        raise EngineGone(silence_reason(connection))
+    end_s = time.monotonic() + FIRST_START_S
+    while not _SERVER_FILES & (found := _names_in(directory)):
+        if found or time.monotonic() >= end_s:
+            raise EngineGone(silence_reason(connection))
+        time.sleep(_RECONNECT_MS / 1000)
+
+
+def _names_in(directory: Path) -> set[str]:
+    return {*os.listdir(directory)} if directory.is_dir() else set()
 
 
 def silence_reason(connection: Connection) -> str:

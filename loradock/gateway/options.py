@@ -271,7 +271,10 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
 
     `directory`: the controller's; or `address`, `key` and `server_key` for one that is reached over
     a network. `model`: the base model's directory, for tokenizer and template; without it chats are
-    not served. `adapter_roots`: the directories below which adapters are, as this machine sees
+    not served. `fleet`: the file of the fleet whose adapters are found; empty outside a fleet.
+    `fleet_key`: accepted like an API key, if requests need one.
+
+    `adapter_roots`: the directories below which adapters are, as this machine sees
     them; without one, their chat templates and generation defaults are not read. `parent_fd` closes
     when the supervisor ends, and `progress` is the memory in which steps are reported to it; -1 and
     empty without a supervisor.
@@ -287,6 +290,8 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
     model: str = ""
     adapter_roots: tuple[str, ...] = ()
     max_model_len: int = 0
+    fleet: str = ""
+    fleet_key: str = ""
     parent_fd: int = -1
     progress: str = ""
 

@@ -83,8 +83,24 @@ class TierCard(Struct, frozen=True):
     bytes_max: int
 
 
+class MeanTimes(Struct, frozen=True):
+    """Mean durations in seconds, 0 before the first one: an adapter's steps towards a slot.
+
+    `request_s`: the time of the engine's steps per request that ended, which shared them.
+    """
+
+    request_s: float
+    load_s: float
+    stage_s: float
+    write_s: float
+
+
 class StatusCard(Struct, frozen=True):
-    """The totals of the controller; `unready`: why it takes no new work, empty if it does."""
+    """The totals of the controller; `unready`: why it takes no new work, empty if it does.
+
+    `running`, `queued` and `waiting` requests are in the next step, wait in the engine, and wait
+    for a slot.
+    """
 
     model: str
     engine_id: str
@@ -99,6 +115,10 @@ class StatusCard(Struct, frozen=True):
     unready: str
     log_error: str
     disk_free_bytes: int
+    running: int
+    queued: int
+    waiting: int
+    times: MeanTimes
 
 
 class TableSnapshot(Struct, frozen=True):
@@ -206,7 +226,25 @@ def status_card(status: StatusShown | None) -> StatusCard | None:
         unready=status.unready,
         log_error=status.log_error,
         disk_free_bytes=status.disk_free_bytes,
+        running=status.running,
+        queued=status.queued,
+        waiting=status.waiting,
+        times=_mean_times(status),
     )
+
+
+def _mean_times(status: StatusShown) -> MeanTimes:
+    engine, counters = status.engine, status.counters
+    return MeanTimes(
+        _mean_s(engine.step_ns, sum(engine.inference.counts)),
+        _mean_s(counters.load_ns, counters.loads),
+        _mean_s(counters.stage_ns, counters.stagings),
+        _mean_s(counters.write_ns, counters.activations),
+    )
+
+
+def _mean_s(total_ns: int, count: int) -> float:
+    return total_ns / 1e9 / count if count else 0.0
 
 
 class History(Struct, frozen=True):

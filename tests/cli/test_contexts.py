@@ -1,6 +1,7 @@
 """Named servers: which server a command is for, and that its name is shown."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -37,7 +38,7 @@ def test_the_selected_server_is_used_unless_another_is_named(controller, tmp_pat
     run("context", "add", "here", "--dir", str(controller.directory))
     assert run("context", "use", "here").exit_code == 0
     assert run("status").exit_code == 0
-    assert "here *" in run("context", "list").stdout
+    assert re.search(r"^ here +\* ", run("context", "list").stdout, re.MULTILINE)
     assert run("status", "--dir", str(tmp_path / "none")).exit_code == ExitCode.UNREACHABLE
     assert json.loads(run("context", "use", "--json").stdout)["selected"] == ""
     run("context", "use", "here")

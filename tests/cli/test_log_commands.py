@@ -65,7 +65,7 @@ def test_replay_shows_an_earlier_moment(tmp_path):
     assert [view["adapter"] for view in document["adapters"]] == ["adapter-2", "adapter-3"]
 
 
-@pytest.mark.parametrize("words", [(), ("--until", "9"), ("--policy", "fifo")])
+@pytest.mark.parametrize("words", [(), ("--until", "9"), ("--from-start",)])
 def test_a_replay_shows_how_many_of_its_records_are_done(tmp_path, monkeypatch, words):
     write_log(tmp_path, 12)
     assert run("log", "compact", directory=tmp_path).exit_code == 0
@@ -80,7 +80,7 @@ def test_a_replay_shows_how_many_of_its_records_are_done(tmp_path, monkeypatch, 
     monkeypatch.setattr(log_commands, "_RECORDS_PER_ADVANCE", 1)
     assert run("replay", *words, directory=tmp_path).exit_code == 0
     total, *done = shown
-    # `compact` has made a snapshot, and these two ways need the records before it.
+    # `compact` has made a snapshot, and these two need the records before it.
     assert total == sum(done) == {(): 0, ("--until", "9"): 9}.get(words, 12)
 
 

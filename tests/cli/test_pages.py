@@ -3,12 +3,15 @@
 `PYTHONPATH=. python -m tests.support.cli_pages` writes the files again.
 """
 
+import io
 import re
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from loradock.cli.main import app
+from loradock.cli.output import FittingTable
 from tests.support import cli_pages
 
 COMMON_MAX = 30
@@ -31,6 +34,26 @@ def test_no_line_is_longer_than_the_terminal_is_wide(width: int) -> None:
 def test_wider_terminals_show_more() -> None:
     assert "failures" not in cli_pages.tables(80).split("not shown", 1)[0]
     assert "evictions" in cli_pages.tables(120)
+
+
+@pytest.mark.parametrize("width", range(20, 70))
+def test_columns_of_a_table_are_whole_or_named_below_it(width: int) -> None:
+    columns = tuple(f"{place:-<9}" for place in range(5))
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(FittingTable(columns, [columns]))
+    shown, _, left_out = captured.get().partition("not shown")
+    names = [column for column in columns if column in shown]
+    assert len(names) == min(5, width // 11)
+    assert "…" not in shown
+    assert all(column in left_out for column in columns[len(names) :])
+
+
+def test_a_long_column_that_is_kept_is_cut_and_no_other() -> None:
+    console = Console(width=60, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(FittingTable(("name", "mark", "path"), [("here", "*", "p" * 99)], kept=3))
+    assert re.search(r"^ here +\* +p{30,}…", captured.get(), re.MULTILINE)
 
 
 def options_in(page: str) -> set[str]:

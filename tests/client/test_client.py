@@ -73,6 +73,7 @@ def test_a_request_whose_answer_is_lost_is_sent_again_and_gets_the_same_answer(c
 
 
 def test_a_controller_that_comes_later_is_waited_for(tmp_path):
+    (tmp_path / "run").mkdir()
     stand_in = StandIn(tmp_path)
     timer = threading.Timer(0.2, stand_in.start)
     with Client(tmp_path, timing=FAST) as client:
@@ -110,9 +111,10 @@ def test_silence_ends_in_an_error_and_the_client_stays_usable(client, controller
 
 
 def test_a_directory_without_a_server_is_named_with_the_command_that_starts_one(tmp_path):
+    (tmp_path / "run").mkdir()
     with (
-        Client(tmp_path / "none", timeout_s=0.05, timing=FAST) as client,
-        pytest.raises(EngineGone, match=r"start one: loradock --dir .*none serve"),
+        Client(tmp_path, timeout_s=0.05, timing=FAST) as client,
+        pytest.raises(EngineGone, match=r"start one: loradock --dir .* serve"),
     ):
         client.status()
 

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import socket
+import threading
 
 import pytest
 
-from loradock.client import AsyncClient, Client
+from loradock.client import AsyncClient, Client, sockets
 from loradock.client.sockets import (
     connection_to,
     runtime_directory,
@@ -16,6 +17,7 @@ from loradock.client.sockets import (
 from loradock.messages.addresses import SOCKET_PATH_BYTES_MAX, endpoint
 from loradock.messages.errors import EngineGone
 from tests.support.simulation.standin_controller import StandIn
+from tests.support.waiting import HANG_S
 
 
 def test_the_directory_is_the_argument_or_the_variable_or_the_default(monkeypatch, tmp_path):
@@ -57,6 +59,18 @@ def test_clients_refuse_a_directory_of_other_files_at_once(tmp_path):
 
     with pytest.raises(EngineGone, match=f"no LoRADock server answers at {tmp_path}"):
         asyncio.run(open_client())
+
+
+def test_clients_wait_for_the_files_of_a_first_start_and_then_refuse(monkeypatch, tmp_path):
+    monkeypatch.setattr(sockets, "FIRST_START_S", 0.05)
+    for absent in (tmp_path, tmp_path / "none"):
+        with pytest.raises(EngineGone, match=f"no LoRADock server answers at {absent} .*start one"):
+            Client(absent)
+    monkeypatch.setattr(sockets, "FIRST_START_S", HANG_S)
+    begin = threading.Timer(0.1, (tmp_path / "none" / "run").mkdir, kwargs={"parents": True})
+    begin.start()
+    Client(tmp_path / "none").close()
+    begin.join()
 
 
 def test_a_listener_with_a_full_queue_serves_its_directory(tmp_path):

@@ -1,5 +1,6 @@
 """The page in a browser: adapters move, a lost connection heals, keys, the past, accessibility."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from loradock.gateway.rates import Rates, Sample
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.views import TierView
@@ -263,6 +265,27 @@ def busy_minutes(controller: StandIn) -> None:
     }
 
 
+def busy_samples() -> list[Sample]:
+    """Return a sample for every five seconds of these minutes."""
+    now_ms, waves = 1000 * int(time.time()), [math.sin(number / 5) for number in range(48)]
+    return [
+        Sample(
+            time_ms=now_ms - 5000 * (len(waves) - number),
+            requests_per_s=6 + 2 * wave,
+            tokens_per_s=180 + 60 * wave,
+            first_token_p50_s=0.08 - 0.02 * wave,
+            first_token_p99_s=0.3 - 0.1 * wave,
+            running=6,
+            waiting=round(2 + 2 * wave),
+            hit_share=0.7 + 0.1 * wave,
+            load_s=0.04,
+            step_s=0.012 + 0.002 * wave,
+            cache_share=0.5 + 0.2 * wave,
+        )
+        for number, wave in enumerate(waves)
+    ]
+
+
 DEGRADED: dict[str, dict[str, Any]] = {
     "no-engine": {"engine_id": "", "model": "", "unready": "no engine is attached"},
     "log-not-writable": {
@@ -289,8 +312,14 @@ def test_the_page_says_why_no_new_work_is_taken(running: Any, tmp_path: Path, re
         visited.wait_for("document.getElementById('alarm').hidden")
 
 
-def test_pictures_of_five_states(running: Any, tmp_path: Path) -> None:
+def test_pictures_of_five_states(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CI keeps them; a person looks at them."""
+
+    async def fill(rates: Rates) -> None:
+        rates._samples.extend(busy_samples())
+        rates.count = len(rates._samples)
 
     def keep(name: str, url: str, seen: str, width: int = 1280, height: int = 1500) -> None:
         with visit(running, url, viewport={"width": width, "height": height}) as visited:
@@ -307,6 +336,7 @@ def test_pictures_of_five_states(running: Any, tmp_path: Path) -> None:
         controller.status_changes = {"adapters": 0, "answered": 0}
         with serve_gateway(controller) as gateway:
             keep("empty", gateway.url, "document.getElementById('more').innerText !== ''")
+    monkeypatch.setattr(Rates, "run", fill)
     with StandIn(tmp_path / "busy") as controller:
         busy_minutes(controller)
         host = TierView("host", 12, 64, 0, 1 << 30)

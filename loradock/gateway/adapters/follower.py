@@ -19,7 +19,7 @@ from loradock.client import AsyncClient, AsyncEventStream, LoradockError, Unknow
 from loradock.gateway.recorder import Histogram
 from loradock.messages import events as ev
 from loradock.messages.events import Event, Published
-from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, Seq
+from loradock.messages.ids import GPU_SLOT, NO_SLOT, Seq
 from loradock.messages.requests import AdaptersListed, StatusShown
 from loradock.messages.views import AdapterView
 
@@ -195,17 +195,13 @@ class AdapterTable:
 
     def _change(self, event: Event) -> None:
         name = getattr(event, "adapter", "")
+        if (state := ev.STATE_AFTER.get(type(event))) is not None:
+            self._set(name, state=state, slot=NO_SLOT)
         match event:
             case ev.AdapterActivated(slot=slot, generation=generation):
-                self._set(name, state=GPU_SLOT, slot=slot, generation=generation)
+                self._set(name, slot=slot, generation=generation)
                 for waiter in self._waiting.pop(name, ()):
                     waiter.on_resident()
-            case ev.AdapterCached() | ev.AdapterUnpinned():
-                self._set(name, state=CPU_CACHED, slot=NO_SLOT)
-            case ev.AdapterPinned() | ev.AdapterDeactivated():
-                self._set(name, state=PINNED, slot=NO_SLOT)
-            case ev.AdapterEvicted():
-                self._set(name, state=EVICTED, slot=NO_SLOT)
             case ev.AdapterHeld() | ev.AdapterReleased():
                 self._set(name, held=isinstance(event, ev.AdapterHeld))
             case ev.EngineAttached() | ev.EngineDetached() | ev.ControllerResumed():

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Mapping
 
 import structlog
 from starlette.applications import Starlette
@@ -13,8 +12,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from loradock.gateway.adapters.endpoints import AdapterUpdates, ModelEndpoints
-from loradock.gateway.http.endpoint import BodyLimits, EndpointApp, endpoints_of, json_response
-from loradock.gateway.http.errors import HttpError, error_response, failure
+from loradock.gateway.http.endpoint import (
+    BodyLimits,
+    EndpointApp,
+    endpoints_of,
+    json_response,
+)
+from loradock.gateway.http.errors import (
+    HttpError,
+    error_response,
+    failure,
+)
 from loradock.gateway.http.openapi import openapi_document
 from loradock.gateway.http.security import (
     AccessCheck,
@@ -42,18 +50,19 @@ from loradock.gateway.server.health import Health, Info
 log = structlog.get_logger("gateway")
 
 
-def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -> ASGIApp:
+def create_app(gateway: Gateway) -> ASGIApp:
     """Return the application of a gateway; raises `OSError` and `ValueError` for wrong keys."""
-    environment = os.environ if environment is None else environment
     config = gateway.config
-    keys = ApiKeys(configured_keys(config, environment))
+    named = configured_keys(config, os.environ)
+    # Without any key, requests need none, and a fleet does not change that.
+    keys = ApiKeys((*named, config.fleet_key) if named and config.fleet_key else named)
     if is_open(config, keys):
         log.warning(
             "anyone who reaches this address can use the server: no API key is set",
             host=config.host,
             hint="set LORADOCK_API_KEY, or name a file with --api-key-file",
         )
-    updating = allows_updating(config, environment)
+    updating = allows_updating(config, os.environ)
     table = [one for owner in _owners(gateway) for one in endpoints_of(owner)]
     root = root_path_of(config)
     document = json_response(openapi_document(table, updating=updating, root_path=root)).body

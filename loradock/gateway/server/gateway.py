@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -25,13 +25,14 @@ from loradock.gateway.options import GatewayConfig, allows_updating
 from loradock.gateway.page import Live
 from loradock.gateway.rates import Rates
 from loradock.gateway.recorder import Recorder
-from loradock.messages.errors import ErrorCode
+from loradock.messages.errors import EngineGone, ErrorCode, NotAllowed
 from loradock.messages.traces import configured_tracer
 
 if TYPE_CHECKING:
     from loradock.gateway.inference.traces import Traces
 
 _MODEL_RETRY_S: Final = 0.5
+_SERVER_RETRY_S: Final = 1.0
 
 log = structlog.get_logger("gateway")
 
@@ -52,6 +53,11 @@ class Gateway:
         # What can be refused precedes the client, which has a socket.
         tracer = configured_tracer("gateway")
         resolvers = configured_resolvers(config.lora_resolver_roots, config.lora_resolvers)
+        if config.fleet:
+            # Its libraries are an extra.
+            from loradock.fleet.resolver import CatalogueResolver  # noqa: PLC0415
+
+            resolvers = (*resolvers, CatalogueResolver(config.fleet).resolve)
         self._modules = parse_lora_modules(config.lora_modules)
         files = read_model_files(
             config.model, config.chat_template, config.max_model_len, config.tool_call_parser
@@ -91,7 +97,8 @@ class Gateway:
     async def running(self) -> AsyncIterator[asyncio.Future[None]]:
         """Run the tasks of the gateway; the future ends with `StartError` if it can't serve."""
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        async with self.client:
+        async with AsyncExitStack() as stack:
+            await self._open_client(stack)
             tasks = [
                 asyncio.create_task(self.follower.run()),
                 asyncio.create_task(self.rates.run()),
@@ -106,6 +113,22 @@ class Gateway:
                 self._workers.close()
                 await self._adapter_files.process.close()
                 failed.cancel()
+
+    async def _open_client(self, stack: AsyncExitStack) -> None:
+        """Open the client; a server that was never started before can start after its gateway.
+
+        Raises `StartError` if the server refuses the gateway's key.
+        """
+        while True:
+            try:
+                await stack.enter_async_context(self.client)
+            except NotAllowed as error:
+                raise StartError(error.message) from error
+            except EngineGone as error:
+                log.warning("waiting for a server", reason=error.message)
+                await asyncio.sleep(_SERVER_RETRY_S)
+            else:
+                return
 
     async def _prepare(self, failed: asyncio.Future[None]) -> None:
         """Load the first adapters, and learn the model's name if it is not configured."""

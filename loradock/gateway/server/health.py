@@ -22,7 +22,7 @@ from loradock.messages import VERSION
 
 TIMEOUT_S: Final = 2.0
 
-_SECRETS: Final = ("api_keys", "key", "server_key")
+_SECRETS: Final = ("api_keys", "key", "server_key", "fleet_key")
 """Fields of the configuration that are not shown."""
 
 

@@ -108,8 +108,10 @@ async def serve(
     """Serve on a socket until a signal; raises `StartError` if the gateway can't serve."""
     _log_http_server()
     gateway = Gateway(config)
+    # What can be refused precedes the wait for a server.
+    http = uvicorn_config(config, create_app(gateway))
+    http.load()
     async with gateway.running() as failed:
-        http = uvicorn_config(config, create_app(gateway))
         server = _Server(http, gateway.live.close, progress or Progress())
         _end_with_supervisor(config.parent_fd, server)
         failed.add_done_callback(lambda _: _stop(server))

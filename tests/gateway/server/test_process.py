@@ -6,7 +6,7 @@ import socket
 import ssl
 import subprocess
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ import httpx
 import msgspec
 import pytest
 
+from loradock.client import async_client, sockets
 from loradock.gateway.options import GatewayConfig, parse_address
-from loradock.gateway.server import process
+from loradock.gateway.server import gateway, process
 from loradock.messages import requests as rq
+from loradock.messages.errors import NotAllowed
 from loradock.processes.progress import Progress, Step
 from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
 from tests.support.gateway.served import Served, post_bytes, read_all, serve_gateway
@@ -99,6 +101,39 @@ def test_a_module_that_can_not_be_loaded_ends_the_process(tmp_path: Path) -> Non
             directory=str(controller.directory), port=0, lora_modules=("new=roots/new",)
         )
         assert process.run(config) == EXIT_CONFIG
+
+
+def test_a_server_can_start_for_the_first_time_after_its_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "FIRST_START_S", 0.01)
+    monkeypatch.setattr(gateway, "_SERVER_RETRY_S", 0.01)
+    warnings: list[str] = []
+    monkeypatch.setattr(gateway.log, "warning", lambda text, **_: warnings.append(text))
+    with ExitStack() as stack:
+
+        def start() -> None:
+            wait_until(lambda: "waiting for a server" in warnings)
+            stack.enter_context(StandIn(tmp_path / "later"))
+
+        starting = threading.Thread(target=start)
+        starting.start()
+        directory = str(tmp_path / "later")
+        config = GatewayConfig(directory=directory, port=0, lora_modules=("new=roots/new",))
+        # The server has answered that it does not know the module.
+        assert process.run(config) == EXIT_CONFIG
+        starting.join()
+
+
+def test_a_refused_key_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any) -> None:
+        raise NotAllowed("the server does not know this key")
+
+    monkeypatch.setattr(async_client, "check_place", refuse)
+    page = Progress.share()
+    config = GatewayConfig(directory=str(tmp_path), port=0, progress=page.path)
+    assert process.run(config) == EXIT_CONFIG
+    assert page.reason().endswith("the server does not know this key")
 
 
 def refuses(gateway: Served) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loradock.gateway.adapters.directory import AdapterDirectory, FileRefused, NotReadable
+from loradock.gateway.inference.adapter_files import AdapterDirectory, FileRefused, NotReadable
 
 
 @pytest.fixture
