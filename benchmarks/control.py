@@ -22,7 +22,7 @@ from benchmarks import control_curve, control_events, control_load, control_reco
 from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, best_seconds, interleave
 from benchmarks.publisher import EVENTS_COUNT
-from benchmarks.serving import running, serving
+from benchmarks.serving import make_run, running, serving
 from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.client import Client
 from loradock.client.streams import EventCursor
@@ -315,7 +315,7 @@ def _events() -> Figure:
 def _subscribed(receive: Callable[[Path], float]) -> float:
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         command = [sys.executable, "-m", "benchmarks.publisher", name]
-        (Path(name) / "run").mkdir()
+        make_run(Path(name))
         with running(command, Path(name) / "publisher.err"):
             return receive(Path(name))
 

@@ -28,6 +28,7 @@ from benchmarks.http_load import (
     seconds,
     wait_until_served,
 )
+from benchmarks.serving import make_run
 from benchmarks.standin_controller import IDLE
 from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.client import AsyncClient
@@ -101,6 +102,7 @@ def _served(directory: Path) -> Iterator[int]:
         gateway=gateway,
     )
     command = [sys.executable, "-c", _SERVE, msgspec.json.encode(config).decode()]
+    make_run(directory)
     with _process(command, directory / "serve.log"):
         asyncio.run(_load_adapter(directory))
         wait_until_served(port, START_S)
@@ -115,7 +117,7 @@ async def _load_adapter(directory: Path) -> None:
 @contextmanager
 def stand_in(directory: Path, adapters: int) -> Iterator[_Gateway]:
     """Run a gateway in front of a stand-in."""
-    (directory / "run").mkdir()
+    make_run(directory)
     port = free_port()
     config = GatewayConfig(directory=str(directory), port=port, model=str(TINY / "model"))
     standin = [sys.executable, "-m", "benchmarks.standin_controller", str(directory)]

@@ -44,7 +44,7 @@ PREFIX_MAX: Final = 0.3
 SHARED_MIN: Final = 1.0
 
 
-def make_model(layers: int = 12, context_tokens: int = 1024) -> CausalModel:
+def make_model(layers: int = 12) -> CausalModel:
     """Return a Llama of 100 million parameters for 12 layers, on the CPU in float32."""
     torch.manual_seed(1)
     config = LlamaConfig(
@@ -54,7 +54,7 @@ def make_model(layers: int = 12, context_tokens: int = 1024) -> CausalModel:
         num_hidden_layers=layers,
         num_attention_heads=12,
         num_key_value_heads=12,
-        max_position_embeddings=context_tokens,
+        max_position_embeddings=1024,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -64,12 +64,12 @@ def make_model(layers: int = 12, context_tokens: int = 1024) -> CausalModel:
 class CacheBench:
     """A scheduler of base-model requests; `reports` are those of the last run."""
 
-    def __init__(self, model: CausalModel, config: EngineConfig = CONFIG) -> None:
+    def __init__(self, model: CausalModel) -> None:
         arena, punica, _ = bind_lora(model, LoRAConfig(max_loras=1), 1 << 20)
         jobs: InlineJobs[OpId] = InlineJobs()
         self.reports: list[Report] = []
         self._scheduler = GenerationScheduler(
-            model, punica, SlotTable(arena, [None]), config, self.reports.append, jobs
+            model, punica, SlotTable(arena, [None]), CONFIG, self.reports.append, jobs
         )
         self._op = 0
 

@@ -21,8 +21,15 @@ _SERVE = (
 def serving(config: ServeConfig) -> Iterator[None]:
     """Serve as `loradock serve` does; it may still be starting."""
     command = [sys.executable, "-c", _SERVE, msgspec.json.encode(config).decode()]
-    with running(command, Path(config.server.directory) / "serve.log"):
+    directory = Path(config.server.directory)
+    make_run(directory)
+    with running(command, directory / "serve.log"):
         yield
+
+
+def make_run(directory: Path) -> None:
+    """Make a server's directory, for whose start clients then wait as long as it takes."""
+    (directory / "run").mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @contextmanager

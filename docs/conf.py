@@ -29,6 +29,8 @@ docs/quickstart
 tests/golden/pages/first-hour
 docs/serving
 docs/operating
+docs/policies
+docs/fleet
 deploy/README
 docs/openai-api
 docs/from-vllm

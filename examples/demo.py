@@ -29,7 +29,7 @@ from msgspec import Struct, field
 from rich.console import Console
 
 from examples.demo_arrival import show_arrivals
-from examples.demo_view import LifeCycle, print_totals, summary
+from examples.demo_view import LifeCycle, print_totals, print_what_if, summary
 from examples.transformations import TRANSFORMATIONS, answer_of, held_out_words, prompt_of
 from loradock.client import AsyncClient, LoradockError
 from loradock.controller.log.replay import ReplayResult, replay
@@ -82,6 +82,7 @@ def main() -> int:
         result = replay(directory / "log", until=status.seq)
         console.print(summary(adapters, tally.requests, tally.exact))
         code = _report(console, tally, status, result)
+        print_what_if(console, directory / "log", SLOTS + 1)
         if arguments.keep:
             _keep_serving(console, page)
     return code

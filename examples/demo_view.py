@@ -5,12 +5,15 @@ The live lines use published events only, which any subscriber receives.
 
 import time
 from collections import Counter
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from loradock.client import Gap
 from loradock.controller.log.replay import ReplayResult
+from loradock.lab.simulator import Changes, simulate
+from loradock.lab.traffic import read_traffic
 from loradock.messages import events
 from loradock.messages.events import Published
 from loradock.messages.requests import AdaptersListed, StatusShown
@@ -95,3 +98,27 @@ def print_totals(
     console.print(f"digests compared during the replay: {result.digests_compared}")
     if result.divergence is not None:
         console.print(f"[red]diverged before input {result.divergence.seq}[/]")
+
+
+def print_what_if(console: Console, log_directory: Path, slots: int) -> None:
+    """Print in five lines what more slots would have done to the requests of the log."""
+    traffic = read_traffic(log_directory)
+    changes = Changes(limits={"max_loras": slots})
+    logged, repeated, changed = (
+        traffic.logged,
+        simulate(traffic).outcome,
+        simulate(traffic, changes).outcome,
+    )
+    assert logged is not None  # noqa: S101 - it is of a log
+    console.print(
+        f"What if there were {slots} slots? The same requests, simulated without crashes:"
+    )
+    _print_cells(console, "", "as logged", "simulated as logged", f"{slots} slots")
+    outcomes = (logged, repeated, changed)
+    _print_cells(console, "slot writes", *(str(one.activations) for one in outcomes))
+    _print_cells(console, "wait p95", *(f"{1000 * one.wait_s.p95:.0f} ms" for one in outcomes))
+    _print_cells(console, "tokens/s", *(f"{one.tokens_per_s:.0f}" for one in outcomes))
+
+
+def _print_cells(console: Console, name: str, *cells: str) -> None:
+    console.print(f"  {name:<12}" + "".join(f"{cell:>21}" for cell in cells))

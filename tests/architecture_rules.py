@@ -58,20 +58,30 @@ ROOMS: Final = (
         "processes messages controller.core controller.log",
         "msgspec structlog xxhash",
     ),
+    # Many machines: what is in etcd, the picker, and the proxy in front.
+    _package(
+        "fleet",
+        "processes messages client gateway.http",
+        "cryptography envoy google grpc httpx msgspec structlog",
+    ),
     # Simulations of a log's traffic, and of workloads.
-    _package("lab", "messages controller.core controller.log", "matplotlib msgspec scipy"),
+    _package(
+        "lab",
+        "messages controller.states controller.core controller.log",
+        "matplotlib msgspec scipy",
+    ),
     _package("client", "processes messages", "msgspec"),
     _package(
         "cli",
         "processes messages controller.core controller.log controller.server "
-        "client gateway.options gateway.web lab "
+        "client fleet gateway.options gateway.web lab "
         "gateway.inference.chat_template gateway.inference.model_files",
         "msgspec rich structlog typer",
     ),
     _package(
         "cli.serve",
         "processes messages cli client controller.core controller.log controller.server "
-        "gateway.options",
+        "fleet gateway.options",
         "msgspec structlog typer",
     ),
     # It joins all commands.
@@ -165,7 +175,7 @@ ROOMS: Final = (
     ),
     _package(
         "gateway.server",
-        "processes messages client gateway gateway.http gateway.adapters gateway.metrics "
+        "processes messages client fleet gateway gateway.http gateway.adapters gateway.metrics "
         "gateway.inference gateway.page",
         "httptools msgspec starlette structlog uvicorn uvloop",
     ),
@@ -182,7 +192,7 @@ ROOMS: Final = (
         (
             *("loradock", "controller.log", "controller.server", "engine.worker"),
             *("engine.models.library.light_imports", "gateway.inference.chat_template"),
-            "gateway.server",
+            *("fleet", "gateway.server"),
         ),
     ),
     Room(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.plain_logs import reset_logs
+from tests.support.waiting import HANG_S
 
 PROFILE: Final = "loradock"
 
@@ -65,7 +66,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Read files that a test has just written at once, in this process; see `QUIET_S`."""
+    """Read files that a test has just written at once; wait for servers of a loaded machine.
+
+    See `QUIET_S` and `FIRST_START_S`.
+    """
     directory = sys.modules.get("loradock.engine.adapters.directory")
     if directory is not None:
         directory.QUIET_S = 0.0  # type: ignore[attr-defined]
+    sockets = sys.modules.get("loradock.client.sockets")
+    if sockets is not None:
+        sockets.FIRST_START_S = HANG_S  # type: ignore[attr-defined]
