@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, convert, structs
 
-from loradock.client import AsyncClient, UnknownAdapter
-from loradock.gateway.adapters.follower import AdapterTable
+from loradock.client import UnknownAdapter
+from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.gateway.adapters.sources import Resolution, is_adapter_name
 from loradock.gateway.http.errors import model_not_found
 from loradock.gateway.recorder import unix_seconds
@@ -81,33 +80,14 @@ class AdapterCards(Struct, frozen=True):
 
 def adapter_card(view: AdapterView) -> AdapterCard:
     """Return one adapter as HTTP clients see it."""
-    return AdapterCard(
-        id=view.adapter,
-        state=view.state,
-        goal=view.goal,
-        slot=view.slot if view.slot >= 0 else None,
-        generation=view.generation,
-        path=view.path,
-        fingerprint=view.fingerprint,
-        rank=view.rank,
-        held=view.held,
-        retired=view.retired,
-        leases=view.leases,
-        waiting=view.waiting,
-        bytes={
-            "host": view.host_bytes,
-            "pinned": view.pinned_bytes,
-            "device": view.device_bytes,
-        },
-        uses=view.uses,
-        loads=view.loads,
-        hits=view.hits,
-        evictions=view.evictions,
-        failures=view.failures,
-        last_used=view.last_used_ns / 1e9,
-        counters=msgspec.structs.asdict(view.counters),
-        warnings=list(view.warnings),
-    )
+    own = {
+        "id": view.adapter,
+        "slot": view.slot if view.slot >= 0 else None,
+        "bytes": {tier: getattr(view, f"{tier}_bytes") for tier in ("host", "pinned", "device")},
+        "last_used": view.last_used_ns / 1e9,
+        "counters": structs.asdict(view.counters),
+    }
+    return convert(structs.asdict(view) | own, AdapterCard)
 
 
 def model_card(name: str, root: str, parent: str | None, context: int | None) -> ModelCard:
@@ -121,23 +101,17 @@ class ModelNames:
     """The names of the base model; the first one is in answers."""
 
     def __init__(self, served: Sequence[str], directory: str = "") -> None:
+        """`directory`: the base model's, which also names it; empty if it is not known."""
         self._served: Final = tuple(served)
-        self.directory = ""
-        self.base_names: tuple[str, ...] = ()
+        self.directory: Final = directory
+        self.base_names: tuple[str, ...] = self._served or (BASE_NAME_DEFAULT,)
         """All names of the base model."""
-        self.set_own_name(BASE_NAME_DEFAULT)
-        if directory:
-            self.set_directory(directory)
-
-    def set_directory(self, directory: str) -> None:
-        """Set the base model's directory, which also names the model by default."""
-        self.directory = directory
-        self.set_own_name(Path(directory).resolve().name or BASE_NAME_DEFAULT)
+        if directory and not served:
+            self.base_names = (Path(directory).resolve().name or BASE_NAME_DEFAULT, directory)
 
     def set_own_name(self, name: str) -> None:
         """Set the name that the engine reports, if the directory is not known."""
-        own = (name, self.directory) if self.directory else (name,)
-        self.base_names = self._served or own
+        self.base_names = self._served or (name,)
 
     @property
     def listed(self) -> tuple[str, ...]:
@@ -209,11 +183,9 @@ class Version(NamedTuple):
 class Models:
     """Finds adapters by name: in the table, at the controller, and with the resolvers."""
 
-    def __init__(
-        self, client: AsyncClient, table: AdapterTable, names: ModelNames, resolution: Resolution
-    ) -> None:
-        self._client = client
-        self._table = table
+    def __init__(self, follower: Follower, names: ModelNames, resolution: Resolution) -> None:
+        self._follower = follower
+        self._table = follower.table
         self._resolution = resolution
         self.names = names
 
@@ -230,7 +202,7 @@ class Models:
             return adapter
         try:
             # Another client may have loaded it a moment ago.
-            await self._reread(adapter)
+            await self._follower.reread(adapter)
         except UnknownAdapter as error:
             if not await self._resolution.resolve(self.names.base, adapter):
                 raise model_not_found(model or adapter) from error
@@ -241,12 +213,7 @@ class Models:
         table = self._table
         view = table.views.get(adapter)
         if view is None or adapter in table.replaced:
-            view = await self._reread(adapter)
+            view = await self._follower.reread(adapter)
         # Events that were lost may have been acceptances.
         count = table.acceptances[adapter] + table.totals.gaps
         return Version(view.adapter_id, view.fingerprint, view.path, count)
-
-    async def _reread(self, adapter: str) -> AdapterView:
-        view = (await self._client.show(adapter)).adapter
-        self._table.update(adapter, view)
-        return view

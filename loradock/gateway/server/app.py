@@ -106,7 +106,7 @@ def _owners(gateway: Gateway) -> list[object]:
         Tokens(service, ChatPrompts((), service.workers)),
         *((TokenizerInfo(service),) if config.enable_tokenizer_info_endpoint else ()),
         ModelEndpoints(client, table, names, service.context),
-        AdapterUpdates(client, table, names),
+        AdapterUpdates(client, gateway.follower, names),
         Health(client, gateway.recorder),
         Info(config),
         Scrape(gateway.follower, metrics),
