@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-import msgspec
 import structlog
-from msgspec import Struct
+from msgspec import Struct, convert, structs
 
-from loradock.client import AsyncClient, UnknownAdapter
-from loradock.gateway.adapters.follower import AdapterTable
+from loradock.client import UnknownAdapter
+from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.gateway.adapters.sources import Resolution, is_adapter_name
 from loradock.gateway.http.errors import HttpError, model_not_found
 from loradock.gateway.recorder import unix_seconds
@@ -85,33 +84,14 @@ class AdapterCards(Struct, frozen=True):
 
 def adapter_card(view: AdapterView) -> AdapterCard:
     """Return one adapter as HTTP clients see it."""
-    return AdapterCard(
-        id=view.adapter,
-        state=view.state,
-        goal=view.goal,
-        slot=view.slot if view.slot >= 0 else None,
-        generation=view.generation,
-        path=view.path,
-        fingerprint=view.fingerprint,
-        rank=view.rank,
-        held=view.held,
-        retired=view.retired,
-        leases=view.leases,
-        waiting=view.waiting,
-        bytes={
-            "host": view.host_bytes,
-            "pinned": view.pinned_bytes,
-            "device": view.device_bytes,
-        },
-        uses=view.uses,
-        loads=view.loads,
-        hits=view.hits,
-        evictions=view.evictions,
-        failures=view.failures,
-        last_used=view.last_used_ns / 1e9,
-        counters=msgspec.structs.asdict(view.counters),
-        warnings=list(view.warnings),
-    )
+    own = {
+        "id": view.adapter,
+        "slot": view.slot if view.slot >= 0 else None,
+        "bytes": {tier: getattr(view, f"{tier}_bytes") for tier in ("host", "pinned", "device")},
+        "last_used": view.last_used_ns / 1e9,
+        "counters": structs.asdict(view.counters),
+    }
+    return convert(structs.asdict(view) | own, AdapterCard)
 
 
 def model_card(name: str, root: str, parent: str | None, context: int | None) -> ModelCard:
@@ -125,23 +105,17 @@ class ModelNames:
     """The names of the base model; the first one is in answers."""
 
     def __init__(self, served: Sequence[str], directory: str = "") -> None:
+        """`directory`: the base model's, which also names it; empty if it is not known."""
         self._served: Final = tuple(served)
-        self.directory = ""
-        self.base_names: tuple[str, ...] = ()
+        self.directory: Final = directory
+        self.base_names: tuple[str, ...] = self._served or (BASE_NAME_DEFAULT,)
         """All names of the base model."""
-        self.set_own_name(BASE_NAME_DEFAULT)
-        if directory:
-            self.set_directory(directory)
-
-    def set_directory(self, directory: str) -> None:
-        """Set the base model's directory, which also names the model by default."""
-        self.directory = directory
-        self.set_own_name(Path(directory).resolve().name or BASE_NAME_DEFAULT)
+        if directory and not served:
+            self.base_names = (Path(directory).resolve().name or BASE_NAME_DEFAULT, directory)
 
     def set_own_name(self, name: str) -> None:
         """Set the name that the engine reports, if the directory is not known."""
-        own = (name, self.directory) if self.directory else (name,)
-        self.base_names = self._served or own
+        self.base_names = self._served or (name,)
 
     @property
     def listed(self) -> tuple[str, ...]:
@@ -225,14 +199,13 @@ class Models:
 
     def __init__(
         self,
-        client: AsyncClient,
-        table: AdapterTable,
+        follower: Follower,
         names: ModelNames,
         resolution: Resolution,
         fingerprints: Fingerprints | None = None,
     ) -> None:
-        self._client = client
-        self._table = table
+        self._follower = follower
+        self._table = follower.table
         self._resolution = resolution
         self._fingerprints = fingerprints
         # Why adapters are refused, as the log has it.
@@ -260,7 +233,7 @@ class Models:
             return adapter
         try:
             # Another client may have loaded it a moment ago.
-            await self._reread(adapter)
+            await self._follower.reread(adapter)
         except UnknownAdapter as error:
             if not await self._resolution.resolve(self.names.base, adapter):
                 raise model_not_found(model or adapter) from error
@@ -273,8 +246,8 @@ class Models:
         found = await self._current(adapter)
         if not found.fingerprint:
             # Its first load is running.
-            await self._client.load(adapter, found.path)
-            found = await self._reread(adapter)
+            await self._resolution.resolve(self.names.base, adapter)
+            found = await self._follower.reread(adapter)
         if found.fingerprint == fingerprint:
             self._refused.pop(adapter, None)
             return
@@ -298,10 +271,5 @@ class Models:
     async def _current(self, adapter: str) -> AdapterView:
         view = self._table.views.get(adapter)
         if view is None or adapter in self._table.replaced:
-            view = await self._reread(adapter)
-        return view
-
-    async def _reread(self, adapter: str) -> AdapterView:
-        view = (await self._client.show(adapter)).adapter
-        self._table.update(adapter, view)
+            view = await self._follower.reread(adapter)
         return view

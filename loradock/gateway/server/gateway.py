@@ -76,7 +76,7 @@ class Gateway:
             self.follower, self.rates, may_change=allows_updating(config, os.environ)
         )
         resolution = Resolution(self.client, resolvers)
-        models = Models(self.client, self.table, self.names, resolution, self._catalogue)
+        models = Models(self.follower, self.names, resolution, self._catalogue)
         timeout_s = float(config.http_timeout_s)
         self._adapter_files = AdapterFiles(
             models, files, config.adapter_roots, has_template=bool(config.chat_template)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loradock.client import AsyncClient
-from loradock.gateway.adapters.follower import AdapterTable
+from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.gateway.adapters.models import ModelNames, Models, context_tokens, model_cards
 from loradock.gateway.adapters.sources import Resolution
 from loradock.gateway.http.errors import HttpError
@@ -116,7 +116,7 @@ def found(content: str, wanted: str, *, known: str | None, replaced: bool = Fals
         table.replaced.add("a")
         client.is_loaded = True
     resolution = Resolution(client, [lambda _, name: name])
-    models = Models(client, table, ModelNames(("base",)), resolution, Wanted(wanted))
+    models = Models(Follower(client, table), ModelNames(("base",)), resolution, Wanted(wanted))
     return asyncio.run(models.find("a"))
 
 
