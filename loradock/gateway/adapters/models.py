@@ -6,18 +6,22 @@ A name is the base model's, an adapter's, or both with a colon between them.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
+import structlog
 from msgspec import Struct, convert, structs
 
 from loradock.client import UnknownAdapter
 from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.gateway.adapters.sources import Resolution, is_adapter_name
-from loradock.gateway.http.errors import model_not_found
+from loradock.gateway.http.errors import HttpError, model_not_found
 from loradock.gateway.recorder import unix_seconds
+from loradock.messages.errors import ErrorCode
 from loradock.messages.views import AdapterView
 
 BASE_NAME_DEFAULT: Final = "base"
+
+log = structlog.get_logger("gateway")
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
@@ -180,23 +184,50 @@ class Version(NamedTuple):
     acceptances: int
 
 
-class Models:
-    """Finds adapters by name: in the table, at the controller, and with the resolvers."""
+class Fingerprints(Protocol):
+    """What the adapters of a fleet are, by its catalogue."""
 
-    def __init__(self, follower: Follower, names: ModelNames, resolution: Resolution) -> None:
+    def fingerprint_of(self, name: str) -> str:
+        """Return the fingerprint that an adapter's files must have; empty for any."""
+
+
+class Models:
+    """Finds adapters by name: in the table, at the controller, and with the resolvers.
+
+    In a fleet, an adapter whose files are not those of the catalogue is found by no request.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        names: ModelNames,
+        resolution: Resolution,
+        fingerprints: Fingerprints | None = None,
+    ) -> None:
         self._follower = follower
         self._table = follower.table
         self._resolution = resolution
+        self._fingerprints = fingerprints
+        # Why adapters are refused, as the log has it.
+        self._refused: dict[str, str] = {}
         self.names = names
 
     async def find(self, model: str | None) -> str | None:
         """Return the adapter that `model` names, or None for the base model.
 
-        Raises `HttpError` with status 404 for an unknown name.
+        Raises `HttpError` with status 404 for an unknown name, and with 503 for an adapter that
+        another dock of the fleet must serve.
         """
         # The usual case first; a name of the base model is no adapter's.
         if model in self._table.views and model not in self.names.base_names:
-            return model
+            adapter: str | None = model
+        else:
+            adapter = await self._find(model)
+        if adapter is not None and self._fingerprints is not None:
+            await self._check(adapter, self._fingerprints.fingerprint_of(adapter))
+        return adapter
+
+    async def _find(self, model: str | None) -> str | None:
         adapter = self.names.adapter_of(model)
         if adapter is None or adapter in self._table.views:
             return adapter
@@ -208,12 +239,37 @@ class Models:
                 raise model_not_found(model or adapter) from error
         return adapter
 
+    async def _check(self, adapter: str, fingerprint: str) -> None:
+        """Raise `HttpError` for an adapter whose files have another fingerprint."""
+        if not fingerprint:
+            return
+        found = await self._current(adapter)
+        if not found.fingerprint:
+            # Its first load is running.
+            await self._resolution.resolve(self.names.base, adapter)
+            found = await self._follower.reread(adapter)
+        if found.fingerprint == fingerprint:
+            self._refused.pop(adapter, None)
+            return
+        reason = (
+            f"{ErrorCode.CONFLICT}: adapter {adapter!r}: the files here have the fingerprint "
+            f"{found.fingerprint}, and the fleet's catalogue has {fingerprint}; copy the right "
+            f"files here, and load them with `loradock load {adapter} --replace`"
+        )
+        if self._refused.get(adapter) != reason:
+            self._refused[adapter] = reason
+            log.error("an adapter of the fleet is refused", adapter=adapter, reason=reason)
+        raise HttpError(503, reason, "model", ErrorCode.CONFLICT.value)
+
     async def version_of(self, adapter: str) -> Version:
         """Return the current version of an adapter; raises `LoradockError`."""
-        table = self._table
-        view = table.views.get(adapter)
-        if view is None or adapter in table.replaced:
-            view = await self._follower.reread(adapter)
+        view, table = await self._current(adapter), self._table
         # Events that were lost may have been acceptances.
         count = table.acceptances[adapter] + table.totals.gaps
         return Version(view.adapter_id, view.fingerprint, view.path, count)
+
+    async def _current(self, adapter: str) -> AdapterView:
+        view = self._table.views.get(adapter)
+        if view is None or adapter in self._table.replaced:
+            view = await self._follower.reread(adapter)
+        return view
