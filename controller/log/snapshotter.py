@@ -6,9 +6,6 @@ JSON. It ends with status 1 and a message if it fails, and with 3 if another one
 ends with the process that started it, so that its lock is free for the next one.
 """
 
-import errno
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
