@@ -37,13 +37,14 @@ from loradock.controller.server.inputs import (
     Clocks,
     GroupInput,
     InputHandler,
+    LogHealth,
     LogicalClock,
     recover,
 )
-from loradock.controller.server.log_health import LogHealth
-from loradock.controller.server.prefetches import HistoryPrefetches, is_own_prefetch
 from loradock.controller.server.preloads import (
     DefaultAdapters,
+    HistoryPrefetches,
+    is_own_prefetch,
     is_preload,
     preload_requests,
     waiting_preloads,

@@ -23,6 +23,12 @@ from loradock.messages.errors import ErrorCode
 BODY_BYTES_MAX: Final = 64 << 20
 RETRIES: Final = 3
 
+_OWN_FILES: Final = (
+    *(ErrorCode.NOT_FOUND, ErrorCode.DOES_NOT_FIT, ErrorCode.CONFIG_REFUSED),
+    *(ErrorCode.NOT_FINITE, ErrorCode.PATH_NOT_ALLOWED, ErrorCode.CONFLICT),
+)
+"""What is wrong with a dock's own files of an adapter: others can have the right ones."""
+
 _TYPE: Final = "type.googleapis.com/envoy"
 _DOCKS: Final = "docks"
 _RELAY: Final = "relay"
@@ -154,9 +160,8 @@ def _retries() -> dict[str, Any]:
     return {
         "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes,retriable-headers",
         "retriable_status_codes": [503],
-        # The dock lacks the adapter's files.
         "retriable_headers": [
-            {"name": CODE_HEADER, "string_match": {"exact": ErrorCode.NOT_FOUND.value}}
+            {"name": CODE_HEADER, "string_match": {"exact": code.value}} for code in _OWN_FILES
         ],
         "num_retries": RETRIES,
         "retry_back_off": {"base_interval": "0.025s", "max_interval": "0.25s"},

@@ -2,13 +2,20 @@
 
 import os
 import signal
+import ssl
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import httpx
+import pytest
+from typer.testing import CliRunner
 
+from loradock.cli.main import app
 from loradock.fleet.envoy import RELAYED
+from loradock.messages.errors import ErrorCode
 from tests.support.fleet.etcd import free_ports
-from tests.support.fleet.fleets import Answer, Clients, Dock, Fleet
+from tests.support.fleet.fleets import Answer, Clients, Dock, Fleet, pids_of_session
 from tests.support.waiting import HANG_S, wait_until
 
 
@@ -52,6 +59,77 @@ def test_the_status_needs_the_key_of_the_fleet(fleet: Fleet) -> None:
         assert answer.status_code == 401
     (front,) = fleet.fronts()
     assert front == fleet.url
+
+
+def refused_by(fleet: Fleet, code: ErrorCode) -> tuple[Answer, list[str]]:
+    """Let a dock refuse; return the answer to a request that it got first, and its decision."""
+    dock = fleet.dock_of(fleet.complete("adapter-2").text)
+    dock.refuse(code)
+    while True:
+        answer = fleet.complete("adapter-2")
+        order = fleet.status()["decisions"][-1]["docks"]
+        assert dock.is_asked() == (order[0] == dock.address)
+        if dock.is_asked():
+            return answer, order
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        # No slot or memory; no engine; stopping; and what is wrong with the dock's own files.
+        *(ErrorCode.NO_ROOM, ErrorCode.DEVICE_OUT_OF_MEMORY, ErrorCode.ENGINE_GONE),
+        *(ErrorCode.STOPPING, ErrorCode.NOT_FOUND, ErrorCode.CONFLICT, ErrorCode.DOES_NOT_FIT),
+    ],
+)
+def test_what_a_dock_cannot_serve_is_answered_by_the_next(fleet: Fleet, code: ErrorCode) -> None:
+    answer, order = refused_by(fleet, code)
+    assert answer.status == 200, answer.text
+    assert f"127.0.0.1:{answer.text}" == order[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(ErrorCode.CONTEXT_EXCEEDED, 400), (ErrorCode.OVERLOADED, 429)]
+)
+def test_what_another_dock_would_refuse_too_is_tried_once(
+    fleet: Fleet, code: ErrorCode, status: int
+) -> None:
+    answer, _ = refused_by(fleet, code)
+    assert answer.status == status
+
+
+def test_what_no_dock_can_serve_says_why(fleet: Fleet) -> None:
+    for dock in fleet.docks:
+        dock.refuse(ErrorCode.NO_ROOM)
+    answer = fleet.complete("adapter-2")
+    assert (answer.status, ErrorCode.NO_ROOM.value in answer.text) == (503, True)
+    assert all(dock.is_asked() for dock in fleet.docks)
+
+
+def test_a_front_with_a_certificate_serves_https_alone(fleet: Fleet) -> None:
+    (port,) = free_ports(1)
+    keys = fleet.etcd.directory
+    options = ("--ssl-certfile", f"{keys}/etcd.pem", "--ssl-keyfile", f"{keys}/etcd.key")
+    front = fleet.start_front(port, *options)
+    trusted = ssl.create_default_context(cafile=keys / "ca.pem")
+    try:
+        with httpx.Client(
+            base_url=f"https://127.0.0.1:{port}", timeout=HANG_S, verify=trusted, trust_env=False
+        ) as http:
+
+            def serves() -> bool:
+                with suppress(httpx.ConnectError):
+                    return fleet.complete("adapter-1", http).status == 200
+                return False
+
+            wait_until(serves, front.log.read_text)
+        # Clients that trust others, or speak HTTP, get nothing.
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"https://127.0.0.1:{port}/live")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{port}/live")
+        wait_until(lambda: f"https://127.0.0.1:{port}" in fleet.fronts())
+    finally:
+        front.kill()
 
 
 def test_a_dock_that_is_killed_costs_no_request(fleet: Fleet) -> None:
@@ -139,6 +217,38 @@ def test_a_front_that_is_stopped_ends_its_requests(fleet: Fleet) -> None:
         thread.join()
     assert [one.status for one in answers] == [200]
     assert front.process.wait(HANG_S) == 0
+
+
+def test_a_front_that_is_killed_leaves_no_process(fleet: Fleet) -> None:
+    (port,) = free_ports(1)
+    front = fleet.start_front(port)
+    try:
+        wait_until(lambda: not _refuses(port))
+        pids = pids_of_session(front.process.pid)
+        assert ("envoy" in map(name_of, pids), len(pids)) == (True, 3)
+        os.kill(front.process.pid, signal.SIGKILL)
+        front.process.wait()
+        wait_until(lambda: not any(map(name_of, pids)))
+    finally:
+        front.kill()
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process; empty for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    name, _, state = fields.partition("(")[2].rpartition(") ")
+    return "" if state.startswith("Z") else name
+
+
+def test_a_front_needs_envoy(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    command = ["fleet", "front", "--fleet", str(fleet.etcd.file)]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2
+    assert "/nowhere/envoy is missing" in refused.output
 
 
 def _refuses(port: int) -> bool:

@@ -4,6 +4,7 @@
 # own libraries are an extra.
 # ruff: noqa: PLC0415
 
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,8 +86,7 @@ def front(
     """Serve a fleet at one address: the proxy Envoy, and the picker that chooses a dock for it."""
     output_of(ctx, as_json)
     host, port = _address("--http", http)
-    if bool(ssl_certfile) != bool(ssl_keyfile):
-        raise CommandError(ExitCode.USAGE, "--ssl-certfile and --ssl-keyfile belong together")
+    _check_certificate(ssl_certfile, ssl_keyfile)
     with fleet_errors():
         from loradock.cli.serve.front import serve_front
         from loradock.fleet.config import read_config
@@ -101,7 +101,12 @@ def front(
             scheme="https" if ssl_certfile else "http",
             log_format=_log_format(as_json),
         )
-        ended = serve_front(config, (ssl_certfile, ssl_keyfile) if ssl_certfile else None)
+        try:
+            ended = serve_front(config, (ssl_certfile, ssl_keyfile) if ssl_certfile else None)
+        except FileNotFoundError as error:
+            raise CommandError(
+                ExitCode.USAGE, str(error), "install it with pip install 'loradock[fleet]'"
+            ) from error
     if ended.status:
         raise CommandError(ExitCode.FAILURE, f"the front has ended: {ended.reason}")
 
@@ -137,6 +142,18 @@ def _address(flag: str, text: str) -> tuple[str, int]:
         return parse_address(text)
     except ValueError as error:
         raise CommandError(ExitCode.USAGE, f"{flag} {error}") from error
+
+
+def _check_certificate(certificate: str, key: str) -> None:
+    if bool(certificate) != bool(key):
+        raise CommandError(ExitCode.USAGE, "--ssl-certfile and --ssl-keyfile belong together")
+    if certificate:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+        except OSError as error:
+            raise CommandError(
+                ExitCode.USAGE, f"{certificate} and {key} are no certificate and its key: {error}"
+            ) from error
 
 
 def _log_format(as_json: bool) -> LogFormat:

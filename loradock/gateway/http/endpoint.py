@@ -199,7 +199,7 @@ class EndpointApp:
         except HttpError as error:
             await error_response(error, self._endpoint.shape)(scope, receive, send)
             return
-        watch = watch_of(scope, receive)
+        watch = Watch(connection_of(scope))
         try:
             await self._serve(arguments, scope, receive, send)
         except asyncio.CancelledError:
@@ -276,7 +276,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 def _response_of(answer: Any) -> Response:
-    if isinstance(answer, JsonResponse | Response):
+    if isinstance(answer, Response):
         return answer
     return PlainTextResponse(answer) if isinstance(answer, str) else json_response(answer)
 
@@ -297,8 +297,7 @@ async def read_body(
     scope: Scope, receive: Receive, bytes_max: int, timeout_s: float
 ) -> bytes | bytearray:
     """Return the whole body; raises `HttpError` if it is too long or arrives too slowly."""
-    connection = connection_of(scope)
-    if connection is not None and connection.has_received_all:
+    if connection_of(scope).has_received_all:
         return await _read(receive, bytes_max)
     length = header_of(scope, b"content-length")
     if length.isascii() and length.isdigit() and int(length) > bytes_max:
@@ -386,10 +385,7 @@ def _param_of(message: str) -> str | None:
 
 
 class HttpConnection(Protocol):
-    """A connection of the gateway's HTTP protocol; it executes one request at a time.
-
-    Under another server it is missing.
-    """
+    """A connection of the gateway's HTTP protocol; it executes one request at a time."""
 
     @property
     def has_received_all(self) -> bool:
@@ -399,21 +395,20 @@ class HttpConnection(Protocol):
         """Report the loss of the connection to a watch, at once if it is lost; None: to none."""
 
 
-def connection_of(scope: Scope) -> HttpConnection | None:
-    """Return the connection of a request, if the server reports of it."""
-    extensions: dict[str, Any] = scope.get("extensions") or {}
-    return extensions.get(CONNECTION)
+def connection_of(scope: Scope) -> HttpConnection:
+    """Return the connection of a request."""
+    connection: HttpConnection = scope["extensions"][CONNECTION]
+    return connection
 
 
 class Watch:
     """Cancels the current task when its client leaves, until `end`."""
 
-    def __init__(self, connection: HttpConnection | None) -> None:
+    def __init__(self, connection: HttpConnection) -> None:
         self._task = asyncio.current_task()
         self._has_left = False
         self._connection = connection
-        if connection is not None:
-            connection.set_watch(self)
+        connection.set_watch(self)
 
     def on_left(self) -> None:
         """Cancel the task."""
@@ -427,28 +422,4 @@ class Watch:
 
     def end(self) -> None:
         """Stop watching."""
-        if self._connection is not None:
-            self._connection.set_watch(None)
-
-
-class _TaskWatch(Watch):
-    """A watch by a task that waits, which costs about a tenth of a short request."""
-
-    def __init__(self, receive: Receive) -> None:
-        super().__init__(None)
-        self._watching = asyncio.ensure_future(self._wait(receive))
-
-    async def _wait(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.on_left()
-
-    def end(self) -> None:
-        """Stop watching."""
-        self._watching.cancel()
-
-
-def watch_of(scope: Scope, receive: Receive) -> Watch:
-    """Begin to watch the client of a request whose body was read, for the current task."""
-    connection = connection_of(scope)
-    return _TaskWatch(receive) if connection is None else Watch(connection)
+        self._connection.set_watch(None)

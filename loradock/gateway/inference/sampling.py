@@ -5,13 +5,12 @@ changes nothing. Here are also the structure of an output, under the names of Op
 the length of prompts, and what a generation would start from.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType, structs
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from loradock.client.arguments import check_arguments
 from loradock.client.calls import NO_ID
@@ -202,7 +201,6 @@ PASSED_ON: Final = (
 )
 """Parameters that mean the same to the engine, under the same name."""
 
-_passed_on: Final = attrgetter(*PASSED_ON)
 _NULL: Final = b"null"
 
 
@@ -225,36 +223,11 @@ class SamplingDefaults(Struct, frozen=True):
 _NO_DEFAULTS: Final = SamplingDefaults()
 
 
-class _Unserved(NamedTuple):
-    """The parameters in `UNCHANGED` that bodies of one type have, and their defaults."""
-
-    names: tuple[str, ...]
-    values: Callable[[Struct], tuple[Any, ...]]
-    defaults: tuple[Any, ...]
-
-
-@cache
-def _unserved(body_type: type[Struct]) -> _Unserved:
-    fields = [field for field in structs.fields(body_type) if field.name in UNCHANGED]
-    names = tuple([field.name for field in fields])
-    # Of a single name, `attrgetter` would return no tuple.
-    values = attrgetter(*names) if len(names) > 1 else partial(_values, names)
-    return _Unserved(names, values, tuple([field.default for field in fields]))
-
-
-def _values(names: tuple[str, ...], body: Struct) -> tuple[Any, ...]:
-    return tuple([getattr(body, name) for name in names])
-
-
 def check_served(body: Struct) -> None:
     """Raise `HttpError` for the first parameter with a value that is not served."""
-    unserved = _unserved(type(body))
-    values = unserved.values(body)
-    # All parameters are compared at once, because most requests have none of these.
-    if values == unserved.defaults:
-        return
-    for name, value in zip(unserved.names, values, strict=True):
-        if value is None or value is UNSET or value in UNCHANGED[name]:
+    for name, unchanged in UNCHANGED.items():
+        value = getattr(body, name, None)
+        if value is None or value is UNSET or value in unchanged:
             continue
         if not isinstance(value, msgspec.Raw) or bytes(value).strip() != _NULL:
             raise HttpError(400, f"{name} is not served; leave it out", name)
@@ -291,8 +264,8 @@ def sampling_of(
         sampling["logit_bias"] = tuple((int(t), bias) for t, bias in body.logit_bias.items())
     if body.include_stop_str_in_output is not None:
         sampling["include_stop"] = body.include_stop_str_in_output
-    passed_on = zip(PASSED_ON, _passed_on(body), strict=True)
-    sampling |= {name: value for name, value in passed_on if value is not None}
+    passed_on = {name: getattr(body, name) for name in PASSED_ON}
+    sampling |= {name: value for name, value in passed_on.items() if value is not None}
     return sampling if defaults == _NO_DEFAULTS else _with_further(defaults, sampling)
 
 

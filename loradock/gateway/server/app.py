@@ -41,7 +41,7 @@ from loradock.gateway.inference.pooling import PoolingEndpoints
 from loradock.gateway.inference.prompts import ChatPrompts
 from loradock.gateway.inference.responses import Responses
 from loradock.gateway.inference.tokens import TokenizerInfo, Tokens
-from loradock.gateway.metrics import Metrics, Scrape
+from loradock.gateway.metrics import Metrics
 from loradock.gateway.options import GatewayConfig, allows_updating
 from loradock.gateway.page import Page, Past
 from loradock.gateway.server.gateway import Gateway
@@ -91,9 +91,9 @@ def _owners(gateway: Gateway) -> list[object]:
     prompts = ChatPrompts(config.allowed_media_domains, service.workers)
     chats = Chats(service, prompts)
     metrics = Metrics(
-        table,
+        gateway.follower,
         gateway.recorder,
-        lambda: names.base,
+        names,
         config.metrics_adapters_max,
         has_vllm=not config.disable_vllm_metrics,
     )
@@ -106,10 +106,10 @@ def _owners(gateway: Gateway) -> list[object]:
         Tokens(service, ChatPrompts((), service.workers)),
         *((TokenizerInfo(service),) if config.enable_tokenizer_info_endpoint else ()),
         ModelEndpoints(client, table, names, service.context),
-        AdapterUpdates(client, table, names),
+        AdapterUpdates(client, gateway.follower, names),
         Health(client, gateway.recorder),
         Info(config),
-        Scrape(gateway.follower, metrics),
+        metrics,
         Page(),
         gateway.live,
         Past(client),
