@@ -165,9 +165,9 @@ class Client(Blocking[Methods]):
     client's key pair, `key`, and that of the controller's public key, `server_key`. `timeout_s` is
     the default time limit of a request, `generation_timeout_s` that of inference. Nothing is sent
     before the first call. A controller that starts again is waited for. `EngineGone` is raised for
-    a directory of other files, and after two seconds for one in which no server ever was;
-    `NotAllowed` if a remote server refuses the keys. A call raises `RuntimeError` while another
-    thread is in one, and in a forked process.
+    a directory of other files, and after two seconds for one in which no server ever was or an
+    address at which none answers; `NotAllowed` if a remote server refuses the keys. A call raises
+    `RuntimeError` while another thread is in one, and in a forked process.
     """
 
     def __init__(  # noqa: PLR0913 - named options
