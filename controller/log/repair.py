@@ -199,7 +199,7 @@ def _last_time_ns(directory: Path, seq: Seq, storage: Storage) -> int:
 
 def _opened(directory: Path, storage: Storage) -> Log:
     """Open a log for appending under the header that it has."""
-    return Log.open(directory, _last_header(directory, storage), storage=storage)
+    return Log(directory, _last_header(directory, storage), storage=storage)
 
 
 def _last_header(directory: Path, storage: Storage) -> Header:
