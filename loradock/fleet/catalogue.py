@@ -41,9 +41,10 @@ class Dock(Struct, frozen=True):
 
 
 class Front(Struct, frozen=True):
-    """A front of the fleet: where its HTTP clients connect."""
+    """A front of the fleet: where its HTTP clients connect, and its certificate, if it has one."""
 
     address: str
+    certificate: str = ""
 
 
 class WantedAdapter(Struct, frozen=True):
