@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Final
 
-import grpc
 import httpx
 import msgspec
 import structlog
@@ -14,8 +13,8 @@ from msgspec import Struct
 from loradock.fleet.catalogue import Catalogue, Dock, Front, WantedAdapter
 from loradock.fleet.config import FleetConfig, FleetError, read_config
 from loradock.fleet.envoy import ADMIN_SOCKET, RELAYED, DockFiles
-from loradock.fleet.ext_proc import handler
 from loradock.fleet.following import Following
+from loradock.fleet.http2 import Server
 from loradock.fleet.leases import Registration
 from loradock.fleet.picker import Picker
 from loradock.fleet.process import advertised_host, until_stopped
@@ -68,14 +67,8 @@ def main() -> int:
 
 async def _run(config: PickerConfig, fleet: FleetConfig) -> None:
     picker = Picker()
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    processor = Processor(picker, fleet.key, RELAYED if config.directory else "")
-    server.add_generic_rpc_handlers([handler(processor.process)])
-    try:
-        server.add_insecure_port(config.listen)
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
-    await server.start()
+    server = Server(Processor(picker, fleet.key, RELAYED if config.directory else "").begin)
+    await server.start(config.listen)
     following = Following(picker, fleet.key)
     async with Catalogue(fleet) as catalogue:
         address = f"{config.scheme}://{advertised_host(config.host, fleet)}:{config.port}"
@@ -88,7 +81,7 @@ async def _run(config: PickerConfig, fleet: FleetConfig) -> None:
     if config.directory:
         await _drain(Path(config.directory))
     await following.close()
-    await server.stop(0)
+    server.close()
 
 
 async def _follow(

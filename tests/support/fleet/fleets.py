@@ -143,9 +143,12 @@ class Fleet:
             return len(ready) == len(self.docks) and all(ready) and self.complete().status == 200
         return False
 
+    def key(self) -> dict[str, str]:
+        """Return the header with the fleet's key."""
+        return {"Authorization": f"Bearer {self.etcd.config.key}"}
+
     def status(self) -> Any:
-        headers = {"Authorization": f"Bearer {self.etcd.config.key}"}
-        return self.http.get("/fleet/status", headers=headers).json()
+        return self.http.get("/fleet/status", headers=self.key()).json()
 
     def fronts(self) -> list[str]:
         """Return the fronts of the catalogue."""
