@@ -144,9 +144,8 @@ class Transport:
         addresses = remote_addresses(self._remote_address)
         listener = Listener(addresses, self._pair, self.access, is_remote=True)
         self._add(_REMOTE, listener)
-        guard = RemoteGuard(
-            _descriptors_high()[0] // 2, bytes_max=listener.unread_bytes_max(), read=listener.read
-        )
+        high = _descriptors_high()[0] // 2
+        guard = RemoteGuard(high, listener.unread_bytes_max(), listener.read)
         self._guards.append(GuardThread((guard,), listener.accepted().wait))
 
     def _close_remote(self) -> None:
