@@ -252,7 +252,7 @@ def _write_log(directory: Path) -> tuple[int, str]:
     serve_traffic(feed, 50_000, 64)
     header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
     records = [Record(seq, *entry) for seq, entry in enumerate(feed.inputs)]
-    with Log.open(directory, header) as log:
+    with Log(directory, header) as log:
         for start in range(0, len(records), 1000):
             log.append(records[start : start + 1000], 1)
     return len(records), feed.controller.digest()

@@ -71,7 +71,7 @@ def _write_log(directory: Path) -> None:
     feed, time_ns = CoreFeed(LIMITS, record=True), 0
     header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
     with (
-        Log.open(directory, header, sync="never") as log,
+        Log(directory, header, sync="never") as log,
         EventWriter(directory) as events,
     ):
         while time_ns < INPUTS:

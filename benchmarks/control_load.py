@@ -116,7 +116,7 @@ def write_known_adapters(directory: Path, limits: Limits) -> None:
         feed.handle(LoadAdapter(feed.request_id(), f"adapter-{number}"))
     header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
     records = [Record(seq, *entry) for seq, entry in enumerate(feed.inputs)]
-    with Log.open(directory / "log", header, sync="never") as log:
+    with Log(directory / "log", header, sync="never") as log:
         for start in range(0, len(records), 1000):
             log.append(records[start : start + 1000], 1)
 

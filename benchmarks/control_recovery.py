@@ -66,7 +66,7 @@ def _write(directory: Path) -> tuple[CoreFeed, Seq]:
     header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
     records = [Record(seq, *entry) for seq, entry in enumerate(feed.inputs)]
     for part in (records[:snapshot_seq], records[snapshot_seq:]):
-        with Log.open(directory, header, segment_bytes_max=1) as log:
+        with Log(directory, header, segment_bytes_max=1) as log:
             log.append(part, 1)
     make_snapshot(directory, SnapshotOrder(snapshot_seq, _KEEP))
     return feed, snapshot_seq

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from loradock.messages.base import Message, Value
+from loradock.messages.base import ReplyMessage, RequestMessage, Value
 from loradock.messages.ids import RequestId, TimeoutMs
 
 LIST_REQUESTS_MAX = 1000
@@ -19,38 +19,34 @@ PRELOAD = "preload-"
 Setting = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
-class _Request(Message, frozen=True):
-    request_id: RequestId
-
-
-class ListRequests(_Request, frozen=True):
+class ListRequests(RequestMessage, frozen=True):
     """List the pending requests, the oldest first."""
 
     limit: Annotated[int, Meta(ge=1, le=LIST_REQUESTS_MAX)] = LIST_REQUESTS_MAX
 
 
-class ListSlow(_Request, frozen=True):
+class ListSlow(RequestMessage, frozen=True):
     """List the slowest operations and waits of the last hour."""
 
 
-class ShowSettings(_Request, frozen=True):
+class ShowSettings(RequestMessage, frozen=True):
     """Show the limits and the policy."""
 
 
-class CancelRequest(_Request, frozen=True):
+class CancelRequest(RequestMessage, frozen=True):
     """End a generation of any client; `target` is its id in `RequestsListed`."""
 
     target: RequestId
 
 
-class ChangeSettings(_Request, frozen=True):
+class ChangeSettings(RequestMessage, frozen=True):
     """Change limits, and the policy unless it is empty, without restarting the engine."""
 
     limits: Annotated[dict[Setting, int], Meta(max_length=64)] = field(default_factory=dict)
     policy: Annotated[str, Meta(max_length=64)] = ""
 
 
-class StopServer(_Request, frozen=True):
+class StopServer(RequestMessage, frozen=True):
     """End the server; `timeout_ms`: the time that requests in progress have to end."""
 
     timeout_ms: TimeoutMs = 0
@@ -81,25 +77,21 @@ class SlowView(Value, frozen=True):
     outcome: str
 
 
-class _Reply(Message, frozen=True):
-    request_id: str
-
-
-class RequestsListed(_Reply, frozen=True):
+class RequestsListed(ReplyMessage, frozen=True):
     """The oldest pending requests; `total` is the number of all."""
 
     requests: tuple[RequestView, ...]
     total: int
 
 
-class SlowListed(_Reply, frozen=True):
+class SlowListed(ReplyMessage, frozen=True):
     """The slowest operations of the engine and the slowest requests, the slowest first."""
 
     operations: tuple[SlowView, ...]
     waits: tuple[SlowView, ...]
 
 
-class SettingsShown(_Reply, frozen=True):
+class SettingsShown(ReplyMessage, frozen=True):
     """The limits and the policy in force; `fixed` are those that need a restart to change."""
 
     limits: dict[str, int]
@@ -107,7 +99,7 @@ class SettingsShown(_Reply, frozen=True):
     fixed: tuple[str, ...] = ()
 
 
-class ServerStopping(_Reply, frozen=True):
+class ServerStopping(ReplyMessage, frozen=True):
     """The server ends once `running` requests have ended, or the time has passed."""
 
     running: int

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from loradock.messages.base import Message
+from loradock.messages.base import ReplyMessage, RequestMessage
 from loradock.messages.control import ServerCommand, ServerQuery, ServerReply
 from loradock.messages.errors import ErrorCode, LoradockError, error_of
 from loradock.messages.events import Published
@@ -56,11 +56,7 @@ from loradock.messages.views import (
 )
 
 
-class _Request(Message, frozen=True):
-    request_id: RequestId
-
-
-class LoadAdapter(_Request, frozen=True):
+class LoadAdapter(RequestMessage, frozen=True):
     """Load an adapter to the host; with `replace`, a known name can get other bytes."""
 
     adapter: AdapterName
@@ -69,7 +65,7 @@ class LoadAdapter(_Request, frozen=True):
     timeout_ms: TimeoutMs = 0
 
 
-class _Upward(_Request, frozen=True):
+class _Upward(RequestMessage, frozen=True):
     adapter: AdapterName
     path: Path = ""
     timeout_ms: TimeoutMs = 0
@@ -87,7 +83,7 @@ class HoldAdapter(_Upward, frozen=True):
     """Exempt an adapter from every eviction, after activating it if necessary."""
 
 
-class PrefetchAdapter(_Request, frozen=True):
+class PrefetchAdapter(RequestMessage, frozen=True):
     """Move an adapter up to `target` ahead of its use; answered at once, before it moves.
 
     It never waits: a slot must be free, and only idle adapters on the host make room for it.
@@ -98,13 +94,13 @@ class PrefetchAdapter(_Request, frozen=True):
     target: PrefetchTarget = GPU_SLOT
 
 
-class ReleaseAdapter(_Request, frozen=True):
+class ReleaseAdapter(RequestMessage, frozen=True):
     """End a hold; the adapter stays in its state until a policy evicts it."""
 
     adapter: AdapterName
 
 
-class _Downward(_Request, frozen=True):
+class _Downward(RequestMessage, frozen=True):
     adapter: AdapterName
     timeout_ms: TimeoutMs = 0
 
@@ -117,7 +113,7 @@ class EvictAdapter(_Downward, frozen=True):
     """Drop an adapter's weights in all tiers; its name, path and counters are kept."""
 
 
-class RemoveAdapter(_Request, frozen=True):
+class RemoveAdapter(RequestMessage, frozen=True):
     """Forget an adapter; answered when its memory is free.
 
     `force`: also if it is held or in use. Its name is free at once; inference that runs or waits
@@ -129,14 +125,14 @@ class RemoveAdapter(_Request, frozen=True):
     timeout_ms: TimeoutMs = 0
 
 
-class ActivateBatch(_Request, frozen=True):
+class ActivateBatch(RequestMessage, frozen=True):
     """Activate all adapters of a batch together, confirmed by the engine."""
 
     adapters: Annotated[tuple[AdapterName, ...], Meta(min_length=1, max_length=65_536)]
     timeout_ms: TimeoutMs = 0
 
 
-class Generate(_Request, frozen=True):
+class Generate(RequestMessage, frozen=True):
     """Continue a prompt with an adapter (None: the base model); tokens are streamed back.
 
     Of the requests whose adapters are in slots, those with the smallest `priority` start first.
@@ -151,7 +147,7 @@ class Generate(_Request, frozen=True):
     client: EndClient = ""
 
 
-class _Pooling(_Request, frozen=True):
+class _Pooling(RequestMessage, frozen=True):
     adapter: AdapterName | None
     inputs: Inputs
     timeout_ms: TimeoutMs = 0
@@ -175,7 +171,7 @@ class Classify(_Pooling, frozen=True):
     client: EndClient = ""
 
 
-class CancelGeneration(_Request, frozen=True):
+class CancelGeneration(RequestMessage, frozen=True):
     """End another request's generation, which is answered as `cancelled`."""
 
     target: RequestId
@@ -185,7 +181,7 @@ LIST_PAGE_ADAPTERS_MAX: Final = 64
 """Bound on the adapters of one reply to a `ListAdapters`, which takes a fraction of a ms."""
 
 
-class ListAdapters(_Request, frozen=True):
+class ListAdapters(RequestMessage, frozen=True):
     """List known adapters: up to `limit` of them after (`after`, `after_id`), as `AdaptersPage`.
 
     Pages are in order of name and id. `limit` 0: one `AdaptersListed`, refused beyond a page.
@@ -196,19 +192,19 @@ class ListAdapters(_Request, frozen=True):
     limit: Annotated[int, Meta(ge=0, le=LIST_PAGE_ADAPTERS_MAX)] = 0
 
 
-class ShowAdapter(_Request, frozen=True):
+class ShowAdapter(RequestMessage, frozen=True):
     """Show one adapter and its retired versions."""
 
     adapter: AdapterName
 
 
-class ShowStatus(_Request, frozen=True):
+class ShowStatus(RequestMessage, frozen=True):
     """Show the status of the controller, its engine and its tiers; with `uses`, of adapters too."""
 
     uses: bool = False
 
 
-class FetchEvents(_Request, frozen=True):
+class FetchEvents(RequestMessage, frozen=True):
     """Fetch published events from `first_seq` on; with `snapshot`, adapters if they are too old."""
 
     first_seq: Seq
@@ -235,11 +231,7 @@ PrivateRequest = Generate | Embed | Classify
 Request = LifecycleRequest | PrivateRequest | Query | ServerCommand
 
 
-class _Reply(Message, frozen=True):
-    request_id: str  # Empty if the request could not be read.
-
-
-class AdapterDone(_Reply, frozen=True):
+class AdapterDone(ReplyMessage, frozen=True):
     """The adapter has reached the state that was requested.
 
     `warnings`: after a load, staging, activation or hold, what the check of its files found.
@@ -252,7 +244,7 @@ class AdapterDone(_Reply, frozen=True):
     warnings: Warnings = ()
 
 
-class PrefetchAccepted(_Reply, frozen=True):
+class PrefetchAccepted(ReplyMessage, frozen=True):
     """The adapter is in `state` now, and moves towards `goal`."""
 
     adapter: AdapterName
@@ -260,13 +252,13 @@ class PrefetchAccepted(_Reply, frozen=True):
     goal: AdapterState
 
 
-class BatchDone(_Reply, frozen=True):
+class BatchDone(ReplyMessage, frozen=True):
     """All adapters of the batch were in slots at one moment; the engine confirmed each."""
 
     placements: tuple[Placement, ...]
 
 
-class TokensStreamed(_Reply, frozen=True):
+class TokensStreamed(ReplyMessage, frozen=True):
     """Tokens of output number `index` of a generation: `tokens[i]` is its token `offset + i`.
 
     `text` is the text that they complete; an incomplete character is in a later message. They are
@@ -288,7 +280,7 @@ class TokensStreamed(_Reply, frozen=True):
     end_token: TokenId | None = None
 
 
-class GenerationDone(_Reply, frozen=True):
+class GenerationDone(ReplyMessage, frozen=True):
     """The final reply to a `Generate`: the tokens of all outputs, and how the last output ended."""
 
     adapter: AdapterName | None
@@ -297,7 +289,7 @@ class GenerationDone(_Reply, frozen=True):
     output_tokens: int
 
 
-class VectorsStreamed(_Reply, frozen=True):
+class VectorsStreamed(ReplyMessage, frozen=True):
     """Results of an `Embed` or `Classify`: `vectors[i]` belongs to input `offset + i`.
 
     An embedding's vector has the model's dimensions, a classification's one score per label.
@@ -308,7 +300,7 @@ class VectorsStreamed(_Reply, frozen=True):
     labels: tuple[str, ...] = ()
 
 
-class PoolingDone(_Reply, frozen=True):
+class PoolingDone(ReplyMessage, frozen=True):
     """The final reply to an `Embed` or `Classify`: all `inputs` have a result."""
 
     adapter: AdapterName | None
@@ -317,14 +309,14 @@ class PoolingDone(_Reply, frozen=True):
     input_tokens: int
 
 
-class CancelDone(_Reply, frozen=True):
+class CancelDone(ReplyMessage, frozen=True):
     """The cancellation was sent to the engine; `found` is False if nothing was running."""
 
     target: RequestId
     found: bool
 
 
-class Refused(_Reply, frozen=True):
+class Refused(ReplyMessage, frozen=True):
     """The request changed nothing; `retry_after_ms`: when it can succeed, 0 if not known."""
 
     code: ErrorCode
@@ -343,7 +335,7 @@ class Refused(_Reply, frozen=True):
         )
 
 
-class AdaptersListed(_Reply, frozen=True):
+class AdaptersListed(ReplyMessage, frozen=True):
     """All adapters as of event `events_seq`, from which a subscriber can continue."""
 
     adapters: tuple[AdapterView, ...]
@@ -356,7 +348,7 @@ class AdaptersListed(_Reply, frozen=True):
         return len(self.adapters)
 
 
-class _Page(_Reply, frozen=True):
+class _Page(ReplyMessage, frozen=True):
     adapters: tuple[AdapterView, ...]
     events_seq: Seq
     more: bool = False
@@ -366,7 +358,7 @@ class AdaptersPage(_Page, frozen=True):
     """One page of a list as of event `events_seq`; `more`: other adapters follow its last one."""
 
 
-class AdapterShown(_Reply, frozen=True):
+class AdapterShown(ReplyMessage, frozen=True):
     """One adapter's current version, retired versions that still run, and its latest failure.
 
     `batching` and `batching_refusal` are the engine's; see `EngineStatistics`.
@@ -379,7 +371,7 @@ class AdapterShown(_Reply, frozen=True):
     batching_refusal: str = ""
 
 
-class StatusShown(_Reply, frozen=True):
+class StatusShown(ReplyMessage, frozen=True):
     """Status of the controller, its log, its engine and its tiers."""
 
     epoch: Epoch
@@ -421,14 +413,14 @@ class StatusShown(_Reply, frozen=True):
     unready: str = ""  # Why the server can't take new work; empty if it can.
 
 
-class EventsFetched(_Reply, frozen=True):
+class EventsFetched(ReplyMessage, frozen=True):
     """Events in order; `last_seq` is the newest published event, so that a gap can be seen."""
 
     events: tuple[Published, ...]
     last_seq: Seq
 
 
-class EventsTooOld(_Reply, frozen=True):
+class EventsTooOld(ReplyMessage, frozen=True):
     """The requested event is not kept; of the later ones `oldest_seq` is the first that is."""
 
     oldest_seq: Seq

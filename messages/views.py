@@ -18,9 +18,7 @@ Details = Annotated[
 ]
 """All that is wrong, one finding each, where a message names the first of many; never logged."""
 
-Warnings = Annotated[
-    tuple[Annotated[str, Meta(max_length=DETAIL_CHARACTERS_MAX)], ...], Meta(max_length=DETAILS_MAX)
-]
+Warnings = Details
 """Findings about an adapter that is served all the same, for its users."""
 
 Vector = Annotated[bytes, Meta(max_length=1 << 22)]

@@ -52,7 +52,7 @@ ROOMS: Final = (
     _package("controller.core", "messages controller.states", "msgspec xxhash")._replace(
         stdlib=PURE
     ),
-    _package("controller.log", "messages controller.core", "caio msgspec xxhash"),
+    _package("controller.log", "processes messages controller.core", "caio msgspec xxhash"),
     _package(
         "controller.server",
         "processes messages controller.core controller.log",
@@ -62,7 +62,7 @@ ROOMS: Final = (
     _package(
         "fleet",
         "processes messages client gateway.http",
-        "cryptography envoy google grpc httpx msgspec structlog",
+        "cryptography envoy google httpx msgspec structlog",
     ),
     # Simulations of a log's traffic, and of workloads.
     _package(
@@ -192,7 +192,7 @@ ROOMS: Final = (
         (
             *("loradock", "controller.log", "controller.server", "engine.worker"),
             *("engine.models.library.light_imports", "gateway.inference.chat_template"),
-            *("fleet", "gateway.server"),
+            *("fleet", "gateway.server", "processes"),
         ),
     ),
     Room(

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.parity import read_results
+from tests.support.models.causal_parity import Judgement
 from tests.support.sources import ROOT
 
 MINORS: Final = ("5.21", "5.22", "5.23", "5.24")
@@ -37,9 +39,12 @@ SUITES: Final = (
 )
 """Tests of paging, states, positions and serving."""
 
+_TESTS_FAILED: Final = 1
+"""pytest's exit code for failed tests, which its closing line counts."""
+
 
 class MatrixRow(msgspec.Struct, frozen=True):
-    """The result of one environment: numbers of architectures, and names of those that differ.
+    """The result of one environment: numbers of architectures, and names of those that are wrong.
 
     `python`, `transformers`, `torch`, `triton`: versions that are installed. `equal`: served with
     PEFT's logits and tokens. `tests`: the closing line of `SUITES`.
@@ -76,35 +81,51 @@ def read_rows() -> list[MatrixRow]:
 
 
 def main() -> None:
-    """Judge every environment, or those named on the command line, and store and print the rows."""
+    """Judge every environment, or those named on the command line, and store and print the rows.
+
+    What can't be installed here, as without an interpreter of that version, has no row.
+    """
     rows = {row.name: row for row in read_rows()}
+    console, absent = Console(width=160), []
     for name in sys.argv[1:] or ENVIRONMENTS:
-        rows[name] = _judge(name)
+        try:
+            python = _environment(name)
+        except subprocess.CalledProcessError:
+            absent.append(name)
+            rows.pop(name, None)
+        else:
+            rows[name] = _judge(name, python)
         ordered = [rows[key] for key in ENVIRONMENTS if key in rows]
         RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n")
     table = Table(*COLUMNS)
     for row in read_rows():
         table.add_row(*row.cells())
-    Console(width=160).print(table)
+    console.print(table)
+    if absent:
+        console.print(f"not run, because they could not be installed: {', '.join(absent)}")
 
 
-def _judge(name: str) -> MatrixRow:
-    python = _environment(name)
+def _judge(name: str, python: Path) -> MatrixRow:
     results = python.parents[1] / "parity.json"
     _run(python, "-m", "tests.parity", "--all", "--results", str(results))
-    closing = _run(python, "-m", "pytest", "-p", "no:xdist", "--durations=0", *SUITES)
-    return _row(name, python, results, closing)
-
-
-def _row(name: str, python: Path, results: Path, closing: str) -> MatrixRow:
-    by_verdict: dict[str, list[str]] = {"equal": [], "refused": [], "differs": []}
-    for one in read_results(results).values():
-        if one.server is not None:
-            by_verdict[one.server.verdict].append(one.model_type)
+    suites = ("-m", "pytest", "-p", "no:xdist", "--durations=0", *SUITES)
+    closing = _run(python, *suites, codes=(0, _TESTS_FAILED))
     installed = _run(python, "-c", _VERSIONS).split()
-    equal, refused = len(by_verdict["equal"]), len(by_verdict["refused"])
-    differs = tuple(by_verdict["differs"])
-    return MatrixRow(name, *installed, equal, refused, differs, _closing_line(closing))
+    counts = count_verdicts(read_results(results).values())
+    return MatrixRow(name, *installed, *counts, _closing_line(closing))
+
+
+def count_verdicts(judged: Iterable[Judgement]) -> tuple[int, int, tuple[str, ...]]:
+    """Return how many are equal and refused when served, and which differ or fail in any way."""
+    equal, refused, differs = 0, 0, []
+    for one in judged:
+        if one.manager is None or one.server is None:
+            continue
+        equal += one.server.verdict == "equal"
+        refused += one.server.verdict == "refused"
+        if not {one.manager.verdict, one.server.verdict} <= {"equal", "refused"}:
+            differs.append(one.model_type)
+    return equal, refused, tuple(differs)
 
 
 _VERSIONS: Final = """
@@ -144,12 +165,15 @@ def _uv() -> str:
     return str(directory / "bin" / "uv")
 
 
-def _run(python: Path, *arguments: str) -> str:
-    """Run a command of the environment to its end, also if it fails; return what it printed."""
+def _run(python: Path, *arguments: str, codes: Sequence[int] = (0,)) -> str:
+    """Run a command of the environment; return its output. Its exit code must be one of `codes`."""
     environment = {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
+    command = [python, *arguments]
     found = subprocess.run(
-        [python, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
+    if found.returncode not in codes:
+        raise RuntimeError(f"{arguments[:2]} exited with {found.returncode}:\n{found.stdout}")
     return found.stdout
 
 

@@ -73,7 +73,7 @@ def test_a_log_of_a_plugins_policy_is_replayed_with_it_only(
     check_policy(plugin)
     header = Header(FORMAT, RULES, plugin, limits_to(Limits()), 0)
     digest = Controller(Limits(), plugin).world.digest()
-    with Log.open(tmp_path, header) as log:
+    with Log(tmp_path, header) as log:
         log.append([Record(1, ControllerStarted(1), digest)], epoch=1)
     del POLICIES[plugin]
     assert replay(tmp_path).controller.policy_name == plugin

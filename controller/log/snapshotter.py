@@ -6,9 +6,6 @@ JSON. It ends with status 1 and a message if it fails, and with 3 if another one
 ends with the process that started it, so that its lock is free for the next one.
 """
 
-import errno
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,15 +25,13 @@ from loradock.controller.log.segments import LOCK_NAME, segment_paths
 from loradock.controller.log.snapshots import take_snapshot, write_snapshot
 from loradock.controller.log.storage import DISK, Storage
 from loradock.messages.ids import Seq
+from loradock.processes.parent import end_with
 
 EXIT_FAILED: Final = 1
 EXIT_BUSY: Final = 3
 
 NICENESS: Final = 19
 """The priority of the process, set by the one that starts it: its imports take time too."""
-
-_PR_SET_PDEATHSIG: Final = 1
-"""The option of `prctl`, in Linux' `linux/prctl.h`."""
 
 
 class SnapshotOrder(Struct, frozen=True):
@@ -179,26 +174,12 @@ def _sync_segments(directory: Path, result: ReplayResult, storage: Storage) -> N
                 storage.close(fd)
 
 
-def _end_with(parent_pid: int) -> None:
-    """Have the system kill this process when the thread that started it ends; raises `OSError`.
-
-    That also ends one that is stopped, which would keep its lock until it is continued.
-    """
-    import ctypes  # noqa: PLC0415 - a controller imports this module too
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)):
-        raise OSError(ctypes.get_errno(), "the system can't end this process with its parent")
-    # No signal is sent for a parent that ended before.
-    if os.getppid() != parent_pid:
-        raise ProcessLookupError(errno.ESRCH, f"process {parent_pid} has ended, which started this")
-
-
 def main() -> int:
     """Make a snapshot by the arguments of the command line; return the exit status."""
     directory, order = Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=SnapshotOrder)
     try:
-        _end_with(int(sys.argv[3]))
+        # That also ends one that is stopped, which would keep its lock until it is continued.
+        end_with(int(sys.argv[3]))
         made = make_snapshot(directory, order)
     except SnapshotterBusyError as error:
         print(error, file=sys.stderr)

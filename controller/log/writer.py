@@ -74,17 +74,28 @@ class Log:
         self,
         directory: Path,
         header: Header,
-        sync: SyncPolicy,
-        interval_ms: int,
-        bytes_max: int,
-        storage: Storage,
+        *,
+        sync: SyncPolicy = "group",
+        sync_interval_ms: int = SYNC_INTERVAL_MS,
+        segment_bytes_max: int = SEGMENT_BYTES_MAX,
+        storage: Storage = DISK,
     ) -> None:
+        """Open or create the log in `directory`, and cut a torn tail, whose bytes are kept.
+
+        `header.first_seq` is set here. A header that differs from the last segment's begins a new
+        segment. A segment that has reached `segment_bytes_max` is ended by the next append. Only
+        the last segment is read here, and a snapshot that has later records: then records are
+        missing, and nothing is changed. Raises `LogCorrupt`, `LogForeign`, `LogBusy`, `LogFull`,
+        `LogSyncFailed`.
+        """
+        if not storage.is_directory(directory):
+            storage.make_directory(directory)
         self.storage: Final = storage
         self.directory: Final = directory
         self._header = header
         self._policy: Final = sync
-        self._interval_ns: Final = interval_ms * 1_000_000
-        self._segment_bytes_max: Final = bytes_max
+        self._interval_ns: Final = sync_interval_ms * 1_000_000
+        self._segment_bytes_max: Final = segment_bytes_max
         self._synced_ns = 0
         self._has_unsynced = False
         # Waits for the sync in progress. Nothing is written meanwhile, so that it covers all.
@@ -100,29 +111,6 @@ class Log:
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def open(
-        cls,
-        directory: Path,
-        header: Header,
-        *,
-        sync: SyncPolicy = "group",
-        sync_interval_ms: int = SYNC_INTERVAL_MS,
-        segment_bytes_max: int = SEGMENT_BYTES_MAX,
-        storage: Storage = DISK,
-    ) -> Self:
-        """Open or create the log in `directory`, and cut a torn tail, whose bytes are kept.
-
-        `header.first_seq` is set here. A header that differs from the last segment's begins a new
-        segment. A segment that has reached `segment_bytes_max` is ended by the next append. Only
-        the last segment is read here, and a snapshot that has later records: then records are
-        missing, and nothing is changed. Raises `LogCorrupt`, `LogForeign`, `LogBusy`, `LogFull`,
-        `LogSyncFailed`.
-        """
-        if not storage.is_directory(directory):
-            storage.make_directory(directory)
-        return cls(directory, header, sync, sync_interval_ms, segment_bytes_max, storage)
 
     @property
     def next_seq(self) -> Seq:

@@ -31,7 +31,7 @@ from loradock.controller.core.views import show_adapter, show_status
 from loradock.controller.log.storage import write_file
 from loradock.controller.server.diagnostics import Diagnostics
 from loradock.controller.server.engine_link import EngineLink
-from loradock.controller.server.log_health import LogHealth
+from loradock.controller.server.inputs import LogHealth
 from loradock.controller.server.snapshot_process import SnapshotProcess
 from loradock.messages import VERSION, control, requests
 from loradock.messages.errors import ErrorCode
@@ -142,7 +142,7 @@ class Admin:
                 return control.RequestsListed(message.request_id, views, len(pending))
             case control.ListSlow():
                 times = self._diagnostics.times
-                operations, waits = times.slow_operations(now), times.slow_requests(now)
+                operations, waits = times.slow_operations.views(now), times.slow_requests.views(now)
                 return control.SlowListed(message.request_id, operations, waits)
             case control.ShowSettings():
                 return self.settings(message.request_id)

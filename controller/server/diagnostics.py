@@ -154,8 +154,8 @@ class RequestTimes:
         # For reading only outside of this class.
         self.requests: Final[dict[RequestId, _Running]] = {}
         self._operations: dict[OpId, _Running] = {}
-        self._slow_requests = SlowestTable()
-        self._slow_operations = SlowestTable()
+        self.slow_requests: Final = SlowestTable()
+        self.slow_operations: Final = SlowestTable()
 
     def begin_request(self, request_id: RequestId, kind: str, adapter: str, now_ns: int) -> None:
         """Record a request; a repetition changes nothing."""
@@ -172,13 +172,9 @@ class RequestTimes:
         """Record the answer to a request."""
         running = self.requests.pop(request_id, None)
         if running is not None:
-            self._slow_requests.add(
+            self.slow_requests.add(
                 now_ns, now_ns - running.since_ns, running.kind, running.adapter, outcome
             )
-
-    def is_slow_request(self, now_ns: int, duration_ns: int) -> bool:
-        """Return whether a request of this duration would be among the slowest."""
-        return self._slow_requests.accepts(now_ns, duration_ns)
 
     def begin_operation(self, op: OpId, kind: str, adapter: str, now_ns: int) -> None:
         """Record a command to the engine."""
@@ -188,21 +184,13 @@ class RequestTimes:
         """Record the engine's report."""
         running = self._operations.pop(op, None)
         if running is not None:
-            self._slow_operations.add(
+            self.slow_operations.add(
                 now_ns, now_ns - running.since_ns, running.kind, running.adapter, outcome
             )
 
     def keep_operations(self, running: Container[OpId]) -> None:
         """Forget all operations but those that the engine runs: the others have no report."""
         self._operations = {op: one for op, one in self._operations.items() if op in running}
-
-    def slow_operations(self, now_ns: int) -> tuple[SlowView, ...]:
-        """Return the slowest operations."""
-        return self._slow_operations.views(now_ns)
-
-    def slow_requests(self, now_ns: int) -> tuple[SlowView, ...]:
-        """Return the slowest requests."""
-        return self._slow_requests.views(now_ns)
 
     def views(
         self, pending: Iterator[tuple[RequestId, str, str, bool]], now_ns: int
@@ -337,7 +325,7 @@ class Diagnostics:
         Most are answered within their group, all in the same time, so they are recorded together.
         """
         now, times, world = time.monotonic_ns(), self.times, self._world
-        is_slow = times.is_slow_request(now, now - arrived_ns)
+        is_slow = times.slow_requests.accepts(now, now - arrived_ns)
         for message in group:
             kind = _KINDS.get(type(message))
             if kind is None:

@@ -14,6 +14,7 @@ input had never come. Every later replay skips it too.
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
@@ -27,6 +28,7 @@ from loradock.controller.core.invariants import InvariantError
 from loradock.controller.log.format import LogError, LogFull, LogSyncFailed
 from loradock.controller.log.replay import HandlingFailed, replay
 from loradock.controller.log.segments import read
+from loradock.controller.log.storage import Storage
 from loradock.controller.log.writer import Log
 from loradock.controller.server.config import ServerConfig
 from loradock.controller.server.event_stream import EventStream
@@ -44,6 +46,9 @@ OWN_SKIPS_MAX: Final = 8
 
 RECOVERED_SKIPS_MAX: Final = 64
 """The most inputs that a recovery skips; each one costs a replay."""
+
+GRACE_NS: Final = 1_000_000_000
+"""A failure that lasts longer is reported to the clients whose answers wait for the log."""
 
 log = structlog.get_logger("controller")
 
@@ -85,6 +90,57 @@ class GroupInput(Struct, frozen=True, gc=False):
     body: int = 0
     report_seq: Seq = 0
     checked: Checked | None = None
+
+
+class LogHealth:
+    """Whether a log can be written, and the space that its disk has, as of the last `measure`.
+
+    Both an attempt to write and the file system itself can show that it can't be written: an idle
+    server learns of a full disk before the first request does. Times are nanoseconds of a monotonic
+    clock.
+    """
+
+    def __init__(self, directory: Path, storage: Storage) -> None:
+        self._directory = directory
+        self._storage = storage
+        self._refusal = ""
+        self._refused_ns = 0
+        self._disk_error = ""
+        self.disk_free_bytes = 0
+        self.measure()
+
+    @property
+    def error(self) -> str:
+        """Why the log can't be written; empty if it can."""
+        return self._refusal or self._disk_error
+
+    def on_written(self) -> None:
+        """Record that a group was written."""
+        self._refusal = ""
+
+    def on_refused(self, why: str, now_ns: int) -> None:
+        """Record that a group could not be written."""
+        if not self._refusal:
+            self._refused_ns = now_ns
+        self._refusal = why
+
+    def is_lasting(self, now_ns: int) -> bool:
+        """Return whether groups have been refused for longer than `GRACE_NS`."""
+        return bool(self._refusal) and now_ns - self._refused_ns > GRACE_NS
+
+    def measure(self) -> None:
+        """Read the space of the disk."""
+        try:
+            space = self._storage.space(self._directory)
+        except OSError as error:
+            self._disk_error = f"{self._directory}: {error.strerror or error}"
+            return
+        self.disk_free_bytes = space.free_bytes
+        self._disk_error = ""
+        if space.is_read_only:
+            self._disk_error = f"{self._directory}: the file system is read-only"
+        elif space.free_bytes < space.block_bytes:
+            self._disk_error = f"{self._directory}: no space is left on the disk"
 
 
 class DivergedError(LogError):

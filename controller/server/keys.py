@@ -19,6 +19,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from loradock.controller.log.storage import write_file
 from loradock.processes.key_files import (
     KeyPair,
     check_key,
@@ -215,18 +216,7 @@ class KeyStore:
     def _change(self, change: Callable[[tuple[AllowedKey, ...]], tuple[AllowedKey, ...]]) -> None:
         with self._locked():
             keys = change(self.read())
-            draft = self._list.with_suffix(".draft")
-            draft.unlink(missing_ok=True)
-            write_new(draft, msgspec.json.format(msgspec.json.encode(keys)) + b"\n", 0o600)
-            draft.replace(self._list)
-            self._sync_directory()
-
-    def _sync_directory(self) -> None:
-        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            write_file(self._list, msgspec.json.format(msgspec.json.encode(keys)) + b"\n")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

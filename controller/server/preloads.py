@@ -1,4 +1,4 @@
-"""Adapters that the server loads by itself: at its start, and for requests with an image.
+"""Adapters that the server moves by itself: at its start, for requests with an image, ahead of use.
 
 A request that contains an image and names no adapter runs with the default adapter. It is logged
 with that adapter's name, so that the log specifies which adapter ran and a replay needs no options.
@@ -9,16 +9,18 @@ with the old one.
 
 import hashlib
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
+from loradock.controller.core.use_history import UseHistory
 from loradock.controller.core.world import World
 from loradock.messages.control import PRELOAD
 from loradock.messages.ids import AdapterName
 from loradock.messages.prompts import MultimodalPrompt
-from loradock.messages.requests import Generate, LoadAdapter, PrivateRequest
+from loradock.messages.records import InferenceRequested
+from loradock.messages.requests import Generate, LoadAdapter, PrefetchAdapter, PrivateRequest
 
 PRELOADS_MAX: Final = 10_000
 
@@ -26,6 +28,9 @@ _TIMEOUT_MS: Final = 3_600_000
 """The longest timeout of a request: an engine can load its model for many minutes first."""
 
 _HALF_NS: Final = _TIMEOUT_MS * 1_000_000 // 2
+
+_PREFETCH: Final = "prefetch-"
+"""The ids of the server's own prefetches begin with this."""
 
 Preload = tuple[str, str]
 """An adapter's name and path."""
@@ -103,3 +108,35 @@ class DefaultAdapters:
 def _adapter(modality: Modality, path: DefaultPath) -> DefaultAdapter:
     digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
     return DefaultAdapter(f"default-{modality}-{digest}", path)
+
+
+class HistoryPrefetches:
+    """The prefetches of `--prefetch-history`, which follow from the requests since this start."""
+
+    def __init__(self) -> None:
+        self._history = UseHistory()
+        self._start: Final = secrets.token_hex(6)
+        self._count = 0
+
+    def record(self, message: InferenceRequested, time_ns: int) -> None:
+        """Record a request at its recorded time."""
+        if message.adapter:
+            self._history.use(message.adapter, time_ns)
+
+    def next_ns(self) -> int | None:
+        """Return when a prefetch is due; None if none is."""
+        return self._history.next_ns()
+
+    def take_due(self, time_ns: int, known: Container[AdapterName]) -> list[PrefetchAdapter]:
+        """Return the prefetches of known adapters that are due; no client uses their ids."""
+        names = [name for name in self._history.take_due(time_ns) if name in known]
+        first, self._count = self._count, self._count + len(names)
+        return [
+            PrefetchAdapter(f"{_PREFETCH}{self._start}-{number}", name)
+            for number, name in enumerate(names, first)
+        ]
+
+
+def is_own_prefetch(message: object) -> bool:
+    """Return whether an input is such a prefetch, for which no client waits."""
+    return isinstance(message, PrefetchAdapter) and message.request_id.startswith(_PREFETCH)

@@ -148,7 +148,7 @@ def _open_log(config: ServerConfig, settings: SettingsFile) -> Log:
     directory = Path(config.directory) / "log"
     # Before a segment is begun, which the version that wrote the log could not read.
     check_rules(directory)
-    opened = Log.open(
+    opened = Log(
         directory,
         header,
         sync=config.sync,

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 import zmq
@@ -94,7 +94,8 @@ class Transport:
         self._ready: set[object] = set()
         # Whether the last `poll` saw requests.
         self.has_requests = False
-        self._replies: dict[bytes, UnsentReplies] = {}
+        # To each client the replies that were not sent yet, in order.
+        self._replies: dict[bytes, deque[bytes]] = {}
         self._unread = UnreadReplies()
         # Clients whose connections have ended, of the last `flush`.
         self._gone: dict[bytes, None] = {}
@@ -143,9 +144,8 @@ class Transport:
         addresses = remote_addresses(self._remote_address)
         listener = Listener(addresses, self._pair, self.access, is_remote=True)
         self._add(_REMOTE, listener)
-        guard = RemoteGuard(
-            _descriptors_high()[0] // 2, bytes_max=listener.unread_bytes_max(), read=listener.read
-        )
+        high = _descriptors_high()[0] // 2
+        guard = RemoteGuard(high, listener.unread_bytes_max(), listener.read)
         self._guards.append(GuardThread((guard,), listener.accepted().wait))
 
     def _close_remote(self) -> None:
@@ -232,10 +232,7 @@ class Transport:
 
     def reply(self, route: bytes, frame: bytes) -> None:
         """Send to a client at the next `flush`."""
-        unsent = self._replies.get(route)
-        if unsent is None:
-            unsent = self._replies[route] = UnsentReplies()
-        unsent.add(frame)
+        self._replies.setdefault(route, deque()).append(frame)
 
     def can_reply(self, route: bytes) -> bool:
         """Return whether a long reply to this client would be sent: it has read enough earlier
@@ -255,10 +252,12 @@ class Transport:
         self._gone.clear()
         replies, self._replies = self._replies, {}
         for route, unsent in replies.items():
-            while unsent.frames and self._try_reply(route, unsent.frames[0]):
-                unsent.remove_first()
-            if unsent.frames and len(self._replies) < UNSENT_CLIENTS_MAX:
-                unsent.drop_beyond_bound()
+            while unsent and self._try_reply(route, unsent[0]):
+                unsent.popleft()
+            if unsent and len(self._replies) < UNSENT_CLIENTS_MAX:
+                size_bytes = sum(map(len, unsent))
+                while size_bytes > UNSENT_BYTES_PER_CLIENT_MAX:
+                    size_bytes -= len(unsent.pop())
                 self._replies[route] = unsent
         return self._gone
 
@@ -334,43 +333,11 @@ def _send(socket: "zmq.Socket[bytes]", peer: bytes, frame: bytes) -> None:
         return
 
 
-class UnsentReplies:
-    """Replies to one client that were not sent yet, in order."""
-
-    __slots__ = ("frames", "size_bytes")
-
-    def __init__(self) -> None:
-        self.frames: deque[bytes] = deque()
-        self.size_bytes = 0
-
-    def add(self, frame: bytes) -> None:
-        """Add a reply."""
-        self.frames.append(frame)
-        self.size_bytes += len(frame)
-
-    def remove_first(self) -> None:
-        """Remove the first reply, which was sent."""
-        self.size_bytes -= len(self.frames.popleft())
-
-    def drop_beyond_bound(self) -> None:
-        """Drop the last replies, so that the others are within the bound."""
-        while self.size_bytes > UNSENT_BYTES_PER_CLIENT_MAX:
-            self.size_bytes -= len(self.frames.pop())
-
-
-class Tracker(Protocol):
-    """Reports whether a reply has left this process."""
-
-    @property
-    def done(self) -> bool:
-        """True if ZeroMQ has released the reply."""
-
-
 class UnreadReplies:
     """Long replies that were sent and have not left this process."""
 
     def __init__(self) -> None:
-        self._sent: dict[bytes, deque[tuple[Tracker, int]]] = {}
+        self._sent: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         self._bytes: dict[bytes, int] = {}
         self.size_bytes = 0
 
@@ -390,7 +357,7 @@ class UnreadReplies:
             and self.size_bytes + size_bytes <= UNREAD_BYTES_MAX
         )
 
-    def add(self, client: bytes, tracker: Tracker, size_bytes: int) -> None:
+    def add(self, client: bytes, tracker: zmq.MessageTracker, size_bytes: int) -> None:
         """Count a reply that was sent.
 
         A client that has disconnected sends nothing more, so all clients are examined in turn.

@@ -103,7 +103,7 @@ def _read(config: EngineConfig, lora_config: LoRAConfig, group: ParallelGroup) -
         task = task_of(directory, model_config, config.task)
         options = pooling_options(config, task)
         quantization = loading_options(config.quantization, model_config, config.torch_device)
-        is_plain = getattr(model_config, "quantization_config", None) is None and not quantization
+        is_plain = not (is_quantized(model_config) or quantization)
         if not (group.is_trivial or is_plain):
             raise ModelRefused(
                 "the model is quantised, and its layers can't be split; serve it on one rank"
@@ -140,7 +140,7 @@ def _move_to_device(model: PreTrainedModel, config: EngineConfig) -> None:
         if device.index:
             # Kernels are launched on the thread's current device, not where their operands are.
             torch.cuda.set_device(device)
-        if not is_quantized(model):
+        if not is_quantized(model.config):
             # A quantised model is on its device already, and some kinds can't be moved.
             model.to(device)
     except (RuntimeError, AssertionError) as error:

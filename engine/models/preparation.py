@@ -180,7 +180,8 @@ def _choose_probe(
             refusals.append(refusal)
             continue
         chosen = number, observed
-        named = [name for name in probed.candidates if _is_target(name, scope.targets)]
+        targets = scope.targets
+        named = probed.candidates if targets is None else _named(probed.candidates, targets)
         if not _unordered(spec, named, probed.candidates, observed):
             break
     if chosen is None:
@@ -188,12 +189,6 @@ def _choose_probe(
         kind = ModelRefused if is_run else ModelNotRun
         raise kind("; ".join(dict.fromkeys(map(str, refusals))))
     return *chosen, tuple(map(str, refusals))
-
-
-def _is_target(name: str, targets: Sequence[str] | None) -> bool:
-    return targets is None or any(
-        _is_named(name, with_implied_targets(target)) for target in targets
-    )
 
 
 def _unordered(
@@ -357,9 +352,8 @@ def _select_targets(
     """
     if targets is None:
         return set(candidates)
-    implied = {target: with_implied_targets(target) for target in targets}
-    missing = [t for t in targets if not any(_is_named(name, implied[t]) for name in candidates)]
-    if any(_is_named(name, implied[target]) for target in missing for name in excluded):
+    missing = [target for target in targets if not _named(candidates, [target])]
+    if _named(excluded, missing):
         raise ModelRefused(
             f"target_modules {missing} name layers of the tower or the connector; set "
             "enable_tower_connector_lora to wrap them"
@@ -370,21 +364,22 @@ def _select_targets(
             f"target_modules {missing} name no layer that can be wrapped; "
             f"allowed are full names or these suffixes: {', '.join(suffixes)}"
         )
-    all_targets = set().union(*implied.values())
-    return {name for name in candidates if _is_named(name, all_targets)}
+    return _named(candidates, targets)
 
 
-def _is_named(name: str, targets: Collection[str]) -> bool:
-    return any(name == target or name.endswith("." + target) for target in targets)
+def _named(names: Collection[str], targets: Sequence[str]) -> set[str]:
+    """Return the names that targets name, or imply: see `with_implied_targets`."""
+    implied = set().union(*map(with_implied_targets, targets))
+    return {
+        name
+        for name in names
+        if any(name == target or name.endswith("." + target) for target in implied)
+    }
 
 
 def _check_targets(targets: Sequence[str] | None, mapped: Collection[str]) -> None:
     """Raise `ModelRefused` for targets that name no mappable layer."""
-    unmapped = [
-        target
-        for target in targets or ()
-        if not any(_is_named(name, with_implied_targets(target)) for name in mapped)
-    ]
+    unmapped = [target for target in targets or () if not _named(mapped, [target])]
     if unmapped:
         raise ModelRefused(
             f"target_modules {unmapped} name layers that do not receive each image's rows "

@@ -13,7 +13,6 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
-from torch import nn
 
 from loradock.engine.config import LORA_DTYPES, EngineConfig
 from loradock.engine.errors import ModelRefused
@@ -304,10 +303,9 @@ def dtype_of(
     if config.dtype != "auto":
         return LORA_DTYPES[config.dtype]
     saved = getattr(model_config, "dtype", None)
-    is_quantized = config.quantization != UNQUANTIZED or hasattr(
-        model_config, "quantization_config"
-    )
-    if saved is None or is_quantized or config.torch_device.type != "cpu" or not group.is_trivial:
+    is_plain = config.quantization == UNQUANTIZED and not is_quantized(model_config)
+    is_on_cpu = config.torch_device.type == "cpu"
+    if saved is None or not (is_plain and is_on_cpu and group.is_trivial):
         return "auto"
     return saved if has_fast_products(saved) else torch.float32
 
@@ -327,7 +325,7 @@ def loading_options(name: str, model_config: Any, device: torch.device) -> dict[
         )
     if name == UNQUANTIZED:
         return {}
-    if getattr(model_config, "quantization_config", None) is not None:
+    if is_quantized(model_config):
         raise ModelRefused(
             f"quantization is {name!r}, and the model was saved quantised; leave it out"
         )
@@ -343,7 +341,6 @@ def loading_options(name: str, model_config: Any, device: torch.device) -> dict[
     return {"quantization_config": made, "device_map": {"": device}}
 
 
-def is_quantized(model: nn.Module) -> bool:
+def is_quantized(model_config: Any) -> bool:
     """Return whether a model was quantised, when it was saved or while it was loaded."""
-    config = getattr(model, "config", None)
-    return getattr(config, "quantization_config", None) is not None
+    return getattr(model_config, "quantization_config", None) is not None

@@ -197,12 +197,13 @@ def availability(found: Sequence[Available], states: Mapping[str, str]) -> list[
             one.name,
             str(one.rank) if one.rank else "-",
             format_size(one.size_bytes),
-            "; ".join(filter(None, (states.get(one.name, "not loaded"), one.problem))),
+            states.get(one.name, "not loadable" if one.problem else "not loaded"),
             one.path,
         )
         for one in found
     )
-    return [FittingTable(("adapter", "rank", "size", "state", "path"), rows)]
+    table = FittingTable(("adapter", "rank", "size", "state", "path"), rows)
+    return [table, *(safe(f"{one.name}: {one.problem}") for one in found if one.problem)]
 
 
 def state_text(view: AdapterView) -> str:

@@ -22,7 +22,7 @@ LEASE_S: Final = 5
 
 _CALL_TIMEOUT: Final = httpx.Timeout(2.0)
 # A watch that is idle for as long is begun again, where it stopped: its connection can be dead.
-_WATCH_TIMEOUT: Final = httpx.Timeout(2.0, read=30.0)
+_WATCH_TIMEOUT: Final = httpx.Timeout(2.0, read=10.0)
 _RETRY_S: Final = 0.5
 
 log = structlog.get_logger("fleet")
@@ -41,9 +41,10 @@ class Dock(Struct, frozen=True):
 
 
 class Front(Struct, frozen=True):
-    """A front of the fleet: where its HTTP clients connect."""
+    """A front of the fleet: where its HTTP clients connect, and its certificate, if it has one."""
 
     address: str
+    certificate: str = ""
 
 
 class WantedAdapter(Struct, frozen=True):
@@ -281,10 +282,13 @@ class Catalogue:
     ) -> None:
         for event in events:
             name = _bytes(event.kv.key)[len(self._key(kind, "")) :].decode()
-            if event.type == "DELETE":
-                table.pop(name, None)
-            else:
-                table[name] = _entry(kind, event.kv)
+            table.pop(name, None)
+            if event.type != "DELETE":
+                try:
+                    table[name] = _entry(kind, event.kv)
+                except CatalogueError as error:
+                    # It must not hide the others, of this message and of later ones.
+                    log.error("a record is left out", kind=KINDS[kind], name=name, error=str(error))
 
 
 def _entry(kind: type[Record], found: _KeyValue) -> Entry[Record]:

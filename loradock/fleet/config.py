@@ -1,5 +1,6 @@
 """`fleet.toml`: where etcd is, and the secrets by which the machines of a fleet know each other."""
 
+import os
 import ssl
 import stat
 from pathlib import Path
@@ -16,7 +17,7 @@ class FleetError(Exception):
     """A fleet that can't be used: its file, or its catalogue."""
 
 
-class ConfigError(FleetError):
+class ConfigError(FleetError, ValueError):
     """A `fleet.toml` that can't be read, or that other users can read."""
 
 
@@ -43,12 +44,14 @@ def read_config(file: str | Path) -> FleetConfig:
     path = Path(file)
     try:
         with path.open("rb") as opened:
-            # Groups are allowed: volumes of Kubernetes are readable by the pod's group.
-            if stat.S_IMODE(path.stat().st_mode) & 0o007:
-                raise ConfigError(f"{path}: it has secrets; make it private with `chmod 600`")
-            config = msgspec.toml.decode(opened.read(FILE_BYTES_MAX), type=FleetConfig)
+            mode, data = os.fstat(opened.fileno()).st_mode, opened.read(FILE_BYTES_MAX)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    # Groups are allowed: volumes of Kubernetes are readable by the pod's group.
+    if stat.S_IMODE(mode) & 0o007:
+        raise ConfigError(f"{path}: it has secrets; make it private with `chmod 600`")
+    try:
+        config = msgspec.toml.decode(data, type=FleetConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
     _check(path, config)

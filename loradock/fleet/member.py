@@ -6,7 +6,7 @@ that loses its lease registers anew. The end of the process ends the membership 
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Final
 
 import msgspec
@@ -20,7 +20,8 @@ from loradock.fleet.leases import Registration
 from loradock.fleet.placement import rendezvous
 from loradock.fleet.process import advertised_host, until_stopped
 from loradock.messages.engine_options import LogFormat
-from loradock.messages.errors import ErrorCode
+from loradock.messages.errors import Conflict, ErrorCode
+from loradock.messages.views import AdapterView
 from loradock.processes import process_log
 from loradock.processes.subprocesses import EXIT_CONFIG
 
@@ -80,8 +81,8 @@ class Member:
         self._docks: Mapping[str, Entry[Dock]] = {}
         self._wanted: Mapping[str, Entry[WantedAdapter]] = {}
         self._changed = asyncio.Event()
-        # The revision of what is loaded, or refused for good.
-        self._done: dict[str, int] = {}
+        # What was done, or refused for good: the revision, and whether a copy is kept for it.
+        self._settled: dict[str, tuple[int, bool]] = {}
 
     async def run(self) -> None:
         """Register once the dock's gateway listens, and load what is wanted, until cancelled."""
@@ -103,43 +104,94 @@ class Member:
             self._changed.set()
 
     async def _load(self) -> None:
-        """Load, hold and remove what the catalogue says, one adapter after another."""
+        """Bring this dock to what the catalogue says, again after each change."""
         while True:
             await self._changed.wait()
             self._changed.clear()
-            retry = False
-            for name in self._done.keys() - self._wanted.keys():
-                retry |= not await self._settle(name, None)
-            for name, entry in sorted(self._wanted.items()):
-                if self._done.get(name) != entry.changed and self._keeps(name, entry.record):
-                    retry |= not await self._settle(name, entry)
-            if retry:
+            # Without its lease, the dock has no copies to keep and none to give up.
+            if self._dock.address in self._docks and not await self._settle_all():
                 await asyncio.sleep(_RETRY_S)
                 self._changed.set()
 
+    async def _settle_all(self) -> bool:
+        """Settle one adapter after another; return False to try again."""
+        try:
+            views = (await self._client.list()).adapters
+        except LoradockError as error:
+            log.warning("the adapters of this dock are not known", error=str(error))
+            return False
+        known, is_done = {one.adapter: one for one in views if not one.retired}, True
+        for name in self._settled.keys() - self._wanted.keys():
+            is_done &= await self._try(name, self._forget(name))
+        for name, entry in sorted(self._wanted.items()):
+            # A long catalogue must not delay the lease.
+            await asyncio.sleep(0)
+            is_done &= await self._try(name, self._settle(name, entry, known.get(name)))
+        return is_done
+
+    async def _try(self, name: str, change: Coroutine[None, None, None]) -> bool:
+        """Make a change; return False to try it again."""
+        before = self._settled.get(name)
+        try:
+            await change
+        except LoradockError as error:
+            if error.retryable:
+                self._settled.pop(name, None)
+                if before is not None:
+                    self._settled[name] = before
+                return False
+            if error.code is not ErrorCode.UNKNOWN_ADAPTER:
+                log.error("an adapter of the fleet can't be served", adapter=name, error=str(error))
+        return True
+
+    async def _forget(self, name: str) -> None:
+        _, was_kept = self._settled.pop(name)
+        if was_kept:
+            await self._client.remove(name, force=True)
+
+    async def _settle(
+        self, name: str, entry: Entry[WantedAdapter], view: AdapterView | None
+    ) -> None:
+        """Bring the dock to what is wanted of one adapter."""
+        keeps, settled = self._keeps(name, entry.record), self._settled.get(name)
+        was_kept = settled is not None and settled[1]
+        if keeps or (not was_kept and _is_other(entry.record, view)):
+            if settled != (entry.changed, keeps):
+                self._settled[name] = entry.changed, keeps
+                await self._load_wanted(name, entry.record, view, keeps=keeps)
+        elif was_kept:
+            # Another dock keeps this copy.
+            del self._settled[name]
+            if entry.record.hold:
+                await self._client.release(name)
+
+    async def _load_wanted(
+        self, name: str, wanted: WantedAdapter, view: AdapterView | None, *, keeps: bool
+    ) -> None:
+        """Load the files of an adapter, unless they are loaded; raises `LoradockError`."""
+        if view is None or _is_other(wanted, view):
+            await self._client.load(name, wanted.path, replace=True)
+            view = (await self._client.show(name)).adapter
+        if _is_other(wanted, view):
+            raise Conflict(
+                f"the files here have the fingerprint {view.fingerprint}, and the catalogue has "
+                f"{wanted.fingerprint}; copy the right files here, and load them with "
+                f"`loradock load {name} --replace`"
+            )
+        if keeps:
+            await (self._client.hold if wanted.hold else self._client.prefetch)(name)
+
     def _keeps(self, name: str, wanted: WantedAdapter) -> bool:
         """Return whether this dock has one of the adapter's copies."""
+        if not wanted.copies:
+            return False
         weights = {dock: entry.record.weight for dock, entry in self._docks.items()}
         return self._dock.address in rendezvous(name, weights, wanted.copies)
 
-    async def _settle(self, name: str, entry: Entry[WantedAdapter] | None) -> bool:
-        """Bring the dock to what is wanted of one adapter; return False to try it again."""
-        try:
-            if entry is None:
-                await self._client.remove(name, force=True)
-            else:
-                await self._client.load(name, entry.record.path, replace=True)
-                await (self._client.hold if entry.record.hold else self._client.prefetch)(name)
-        except LoradockError as error:
-            if error.retryable:
-                return False
-            if error.code is not ErrorCode.UNKNOWN_ADAPTER:
-                log.error("a copy can't be kept", adapter=name, error=str(error))
-        if entry is None:
-            del self._done[name]
-        else:
-            self._done[name] = entry.changed
-        return True
+
+def _is_other(wanted: WantedAdapter, view: AdapterView | None) -> bool:
+    """Return whether a dock has other content than the catalogue under a name."""
+    return view is not None and "" != wanted.fingerprint != view.fingerprint != ""
 
 
 async def _wait_for(address: str) -> None:

@@ -11,9 +11,10 @@ are absent: an old value would be taken for a current one.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple, get_args
 
-from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client import PlatformCollector, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -25,6 +26,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from loradock.gateway.adapters.follower import AdapterTable, EventTotals, Follower
+from loradock.gateway.adapters.models import ModelNames
 from loradock.gateway.http.endpoint import get
 from loradock.gateway.recorder import Histogram, Recorder, unix_seconds
 from loradock.messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
@@ -96,22 +98,32 @@ def metric_of(family: Family, common: Mapping[str, str]) -> Metric:
 
 
 class Metrics:
-    """The families of a gateway; `adapters_max` bounds the adapters that have a label."""
+    """The endpoint; `adapters_max` bounds the adapters that have a label."""
 
     def __init__(
         self,
-        table: AdapterTable,
+        follower: Follower,
         recorder: Recorder,
-        base_name: Callable[[], str],
+        names: ModelNames,
         adapters_max: int,
         *,
         has_vllm: bool = True,
     ) -> None:
-        self._table = table
+        self._follower = follower
+        self._table = follower.table
         self._recorder = recorder
-        self._base_name = base_name
+        self._names = names
         self._adapters_max = adapters_max
         self._has_vllm = has_vllm
+        self._process = (ProcessCollector(registry=None), PlatformCollector(registry=None))
+
+    @get("/metrics", media_type="text/plain", access="public")
+    async def metrics(self) -> Response:
+        """Metrics for Prometheus."""
+        status = await self._follower.status_now(STATUS_WAIT_S)
+        of_process = chain.from_iterable(one.collect() for one in self._process)
+        content = generate_latest(_Families(chain(self.of(status), of_process)))
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
 
     def of(self, status: StatusShown | None) -> Iterator[Metric]:
         """Yield every family; without a status, those that this gateway knows by itself."""
@@ -119,7 +131,7 @@ class Metrics:
             yield metric_of(family, {})
         if not self._has_vllm:
             return
-        common = {"model_name": self._base_name(), "engine": _ENGINE}
+        common = {"model_name": self._names.base, "engine": _ENGINE}
         families = [*_of_gateway(self._recorder, self._table.totals)]
         if status is not None:
             families += _of_server(status, self._adapters_max)
@@ -127,26 +139,8 @@ class Metrics:
             yield metric_of(family, {} if family.name in _WITHOUT_MODEL else common)
 
 
-class Scrape:
-    """The endpoint."""
-
-    def __init__(self, follower: Follower, metrics: Metrics) -> None:
-        self._follower = follower
-        self._metrics = metrics
-        self._process = (ProcessCollector(registry=None), PlatformCollector(registry=None))
-
-    @get("/metrics", media_type="text/plain", access="public")
-    async def metrics(self) -> Response:
-        """Metrics for Prometheus."""
-        registry = CollectorRegistry()
-        status = await self._follower.status_now(STATUS_WAIT_S)
-        for collector in (_Collected(self._metrics.of(status)), *self._process):
-            registry.register(collector)
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-
-class _Collected(Collector):
-    """A collector of families, for one scrape."""
+class _Families(Collector):
+    """The families of one scrape."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -154,10 +148,6 @@ class _Collected(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the families."""
         return self._families
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registering does not collect."""
-        return ()
 
 
 # LoRADock's own names.

@@ -14,7 +14,7 @@ import re
 from collections.abc import AsyncGenerator
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, convert, structs
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
@@ -212,25 +212,8 @@ def status_card(status: StatusShown | None) -> StatusCard | None:
         TierCard(tier.name, tier.count, tier.count_max, tier.size_bytes, tier.size_bytes_max)
         for tier in status.tiers
     ]
-    return StatusCard(
-        model=status.model,
-        engine_id=status.engine_id,
-        epoch=status.epoch,
-        seq=status.seq,
-        requests=status.requests,
-        operations=status.operations,
-        answered=status.answered,
-        refused=status.refused,
-        policy=status.policy,
-        tiers=tiers,
-        unready=status.unready,
-        log_error=status.log_error,
-        disk_free_bytes=status.disk_free_bytes,
-        running=status.running,
-        queued=status.queued,
-        waiting=status.waiting,
-        times=_mean_times(status),
-    )
+    own = {"tiers": tiers, "times": _mean_times(status)}
+    return convert(structs.asdict(status) | own, StatusCard)
 
 
 def _mean_times(status: StatusShown) -> MeanTimes:

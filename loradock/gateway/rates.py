@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from loradock.client import LoradockError
 from loradock.gateway.adapters.follower import Follower
 from loradock.gateway.recorder import Recorder, unix_seconds
 from loradock.messages.requests import StatusShown
@@ -73,10 +72,7 @@ class Rates:
 
     async def take(self) -> None:
         """Read the totals, and make a sample if there was a reading before it."""
-        try:
-            status = await self._follower.status_now(INTERVAL_S)
-        except LoradockError:
-            status = None
+        status = await self._follower.status_now(INTERVAL_S)
         if status is None:
             self._last = None
             return

@@ -48,6 +48,10 @@ def main(name: str) -> int:
             from loradock.fleet.member import main as run
         case "picker":
             from loradock.fleet.picker_process import main as run
+        case "envoy":
+            from loradock.processes.parent import run_with
+
+            run_with(int(sys.argv[1]), sys.argv[2:])
         case "templates":
             from loradock.gateway.inference.chat_template import main as run
         case "snapshotter":

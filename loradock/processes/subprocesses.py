@@ -23,7 +23,15 @@ EXIT_LOG: Final = 7
 """The log is damaged, foreign, in use or diverges: a restart does not help."""
 
 ProcessName = Literal[
-    "controller", "engine", "ranks", "gateway", "templates", "snapshotter", "member", "picker"
+    "controller",
+    "engine",
+    "ranks",
+    "gateway",
+    "templates",
+    "snapshotter",
+    "member",
+    "picker",
+    "envoy",
 ]
 """The entry points in `ENTRY_FILE`."""
 

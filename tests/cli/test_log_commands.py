@@ -33,7 +33,7 @@ def write_log(directory, count, digests=True):
     """Write a log of `count` loads, each with the digest of the world before it."""
     controller = Controller(LIMITS, "lru")
     header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
-    with Log.open(directory / "log", header) as log:
+    with Log(directory / "log", header) as log:
         for number in range(1, count + 1):
             load = LoadAdapter(f"r-{number}", f"adapter-{number}")
             message = ControllerStarted(1) if number == 1 else load
@@ -159,7 +159,7 @@ def test_a_log_in_use_is_not_repaired(tmp_path):
     corruption(tmp_path)
     header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
     other = tmp_path / "other"
-    with Log.open(other / "log", header):
+    with Log(other / "log", header):
         result = run("log", "repair", "--yes", directory=other)
     assert result.exit_code == ExitCode.REFUSED
     assert "another process writes this log" in result.stderr

@@ -119,7 +119,7 @@ def test_a_skipped_record_is_as_if_it_had_never_come(directory: Path) -> None:
 
 @pytest.mark.parametrize("command", [("compact",), ("skip", "3", "--yes")])
 def test_a_log_in_use_is_left_alone(directory: Path, command: tuple[str, ...]) -> None:
-    with Log.open(directory / "log", header_of(history(3, 100)[0])):
+    with Log(directory / "log", header_of(history(3, 100)[0])):
         result = run(directory, "log", *command)
     assert result.exit_code == ExitCode.REFUSED
     assert "another process writes this log" in result.stderr

@@ -38,7 +38,7 @@ HISTORY = (
 def directory(tmp_path):
     """A server's directory with a log."""
     header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
-    with Log.open(tmp_path / "log", header) as log:
+    with Log(tmp_path / "log", header) as log:
         for seq, message in enumerate(HISTORY, start=1):
             log.append([Record(1000 * seq, message)], 1)
     return tmp_path

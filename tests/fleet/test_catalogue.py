@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from loradock.fleet.catalogue import Catalogue, CatalogueError, Dock, Front, WantedAdapter
+from loradock.fleet.catalogue import (
+    Catalogue,
+    CatalogueError,
+    Dock,
+    Front,
+    WantedAdapter,
+    _Answer,
+    _text,
+)
 from loradock.fleet.config import FleetConfig
 from loradock.fleet.leases import Registration
 from tests.support.fleet.etcd import Etcd, etcd
@@ -67,6 +75,26 @@ def test_a_table_follows_changes_of_its_kind(one_etcd: Etcd) -> None:
         await following
         await catalogue.delete(WantedAdapter, "b")
         await catalogue.delete(Front, "other")
+
+    run(one_etcd.config, test)
+
+
+def test_a_record_that_is_none_hides_no_other(one_etcd: Etcd) -> None:
+    async def test(catalogue: Catalogue) -> None:
+        await catalogue.put("a", WANTED)
+        following = asyncio.create_task(
+            until(catalogue, WantedAdapter, lambda table: table.keys() == {"b"})
+        )
+        # As another version of LoRADock could write it.
+        key, other = _text(catalogue._key(WantedAdapter, "a")), _text(b'{"path": 5}')
+        await catalogue._call("kv/put", {"key": key, "value": other}, _Answer)
+        await catalogue.put("b", WANTED)
+        await following
+        assert (await catalogue.read(WantedAdapter)).keys() == {"b"}
+        with pytest.raises(CatalogueError, match="no WantedAdapter"):
+            await catalogue.get(WantedAdapter, "a")
+        for name in ("a", "b"):
+            await catalogue.delete(WantedAdapter, name)
 
     run(one_etcd.config, test)
 

@@ -1,14 +1,32 @@
 """A front before three docks, all real processes: where requests go, and what a loss costs."""
 
+import json
 import os
 import signal
+import ssl
 import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
+from typer.testing import CliRunner
 
+from loradock.cli.main import app
 from loradock.fleet.envoy import RELAYED
+from loradock.messages.errors import ErrorCode
 from tests.support.fleet.etcd import free_ports
-from tests.support.fleet.fleets import Answer, Clients, Dock, Fleet
+from tests.support.fleet.fleets import (
+    LORADOCK,
+    Answer,
+    Clients,
+    Dock,
+    Fleet,
+    Process,
+    pids_of_session,
+)
+from tests.support.fleet.proxies import Proxy
 from tests.support.waiting import HANG_S, wait_until
 
 
@@ -38,6 +56,24 @@ def test_a_header_decides_and_a_client_cannot(fleet: Fleet) -> None:
         assert found.json()["choices"][0]["text"] == home
 
 
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", None])
+@pytest.mark.parametrize("padding", [0, 95_000, 120_000, 3_000_000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_the_model_of_any_body_decides(
+    fleet: Fleet, kind: str | None, padding: int, is_chunked: bool
+) -> None:
+    # The proxy reads short bodies of a declared length, the picker the others.
+    body = json.dumps({"user": "x" * padding, "nested": {"model": "no"}, "model": "adapter-4"})
+    request = fleet.http.build_request(
+        "POST",
+        "/v1/completions",
+        content=iter([body.encode()]) if is_chunked else body.encode(),
+        headers={"content-type": kind} if kind else {},
+    )
+    status = fleet.http.send(request).status_code
+    assert fleet.status()["decisions"][-1]["adapter"] == "adapter-4", status
+
+
 def test_what_is_wrong_with_a_request_says_a_dock(fleet: Fleet) -> None:
     assert fleet.complete("unknown").status == 404
     headers = {"content-type": "application/json"}
@@ -52,6 +88,79 @@ def test_the_status_needs_the_key_of_the_fleet(fleet: Fleet) -> None:
         assert answer.status_code == 401
     (front,) = fleet.fronts()
     assert front == fleet.url
+
+
+def refused_by(fleet: Fleet, code: ErrorCode) -> tuple[Answer, list[str]]:
+    """Let a dock refuse; return the answer to a request that it got first, and its decision."""
+    dock = fleet.dock_of(fleet.complete("adapter-2").text)
+    dock.refuse(code)
+    while True:
+        answer = fleet.complete("adapter-2")
+        order = fleet.status()["decisions"][-1]["docks"]
+        assert dock.is_asked() == (order[0] == dock.address)
+        if dock.is_asked():
+            return answer, order
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        # No slot or memory; no engine; stopping; and what is wrong with the dock's own files.
+        *(ErrorCode.NO_ROOM, ErrorCode.DEVICE_OUT_OF_MEMORY, ErrorCode.ENGINE_GONE),
+        *(ErrorCode.STOPPING, ErrorCode.NOT_FOUND, ErrorCode.CONFLICT, ErrorCode.DOES_NOT_FIT),
+    ],
+)
+def test_what_a_dock_cannot_serve_is_answered_by_the_next(fleet: Fleet, code: ErrorCode) -> None:
+    answer, order = refused_by(fleet, code)
+    assert answer.status == 200, answer.text
+    assert f"127.0.0.1:{answer.text}" == order[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(ErrorCode.CONTEXT_EXCEEDED, 400), (ErrorCode.OVERLOADED, 429)]
+)
+def test_what_another_dock_would_refuse_too_is_tried_once(
+    fleet: Fleet, code: ErrorCode, status: int
+) -> None:
+    answer, _ = refused_by(fleet, code)
+    assert answer.status == status
+
+
+def test_what_no_dock_can_serve_says_why(fleet: Fleet) -> None:
+    for dock in fleet.docks:
+        dock.refuse(ErrorCode.NO_ROOM)
+    answer = fleet.complete("adapter-2")
+    assert (answer.status, ErrorCode.NO_ROOM.value in answer.text) == (503, True)
+    assert all(dock.is_asked() for dock in fleet.docks)
+
+
+def test_a_front_with_a_certificate_serves_https_alone(fleet: Fleet) -> None:
+    (port,) = free_ports(1)
+    keys = fleet.etcd.directory
+    options = ("--ssl-certfile", f"{keys}/etcd.pem", "--ssl-keyfile", f"{keys}/etcd.key")
+    front = fleet.start_front(port, *options)
+    trusted = ssl.create_default_context(cafile=keys / "ca.pem")
+    try:
+        with httpx.Client(
+            base_url=f"https://127.0.0.1:{port}", timeout=HANG_S, verify=trusted, trust_env=False
+        ) as http:
+
+            def serves() -> bool:
+                with suppress(httpx.ConnectError):
+                    return fleet.complete("adapter-1", http).status == 200
+                return False
+
+            wait_until(serves, front.log.read_text)
+        # Clients that trust others, or speak HTTP, get nothing.
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"https://127.0.0.1:{port}/live")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{port}/live")
+        wait_until(lambda: f"https://127.0.0.1:{port}" in fleet.fronts())
+        # The command trusts the certificate that the catalogue has.
+        assert fleet.fronts()[f"https://127.0.0.1:{port}"] == ""
+    finally:
+        front.kill()
 
 
 def test_a_dock_that_is_killed_costs_no_request(fleet: Fleet) -> None:
@@ -139,6 +248,72 @@ def test_a_front_that_is_stopped_ends_its_requests(fleet: Fleet) -> None:
         thread.join()
     assert [one.status for one in answers] == [200]
     assert front.process.wait(HANG_S) == 0
+
+
+def test_a_gateway_of_kubernetes_asks_the_same_picker(fleet: Fleet) -> None:
+    port, asked = free_ports(2)
+    command = [*LORADOCK, "fleet", "picker", "--grpc", f"127.0.0.1:{asked}"]
+    command += ["--fleet", str(fleet.etcd.file)]
+    picker = Process(command, fleet.directory / "picker.log")
+    docks = [dock.address for dock in fleet.docks]
+    socket_address = {"socket_address": {"address": "127.0.0.1", "port_value": asked}}
+    directory = fleet.directory / "gateway"
+    gateway = Proxy(directory, port, docks, socket_address, is_streamed=True)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as http:
+
+            def shown() -> Any:
+                with suppress(httpx.ConnectError, json.JSONDecodeError):
+                    return http.get("/fleet/status", headers=fleet.key()).json()
+                return {"docks": {}}
+
+            wait_until(lambda: sum(one["ready"] for one in shown()["docks"].values()) == 3)
+            for padding in (0, 50_000, 1_000_000):
+                body = {"prompt": "x", "max_tokens": 1, "user": "x" * padding}
+                for number in range(12):
+                    name = f"adapter-{number % 4}"
+                    answer = http.post("/v1/completions", json={"model": name} | body)
+                    decision = shown()["decisions"][-1]
+                    assert decision["adapter"] == name
+                    assert answer.status_code == 200, answer.text
+                    text = answer.json()["choices"][0]["text"]
+                    assert decision["docks"][0] == f"127.0.0.1:{text}"
+            assert http.get("/v1/models").status_code == 200
+    finally:
+        gateway.kill()
+        picker.kill()
+
+
+def test_a_front_that_is_killed_leaves_no_process(fleet: Fleet) -> None:
+    (port,) = free_ports(1)
+    front = fleet.start_front(port)
+    try:
+        wait_until(lambda: not _refuses(port))
+        pids = pids_of_session(front.process.pid)
+        assert ("envoy" in map(name_of, pids), len(pids)) == (True, 3)
+        os.kill(front.process.pid, signal.SIGKILL)
+        front.process.wait()
+        wait_until(lambda: not any(map(name_of, pids)))
+    finally:
+        front.kill()
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process; empty for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    name, _, state = fields.partition("(")[2].rpartition(") ")
+    return "" if state.startswith("Z") else name
+
+
+def test_a_front_needs_envoy(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    command = ["fleet", "front", "--fleet", str(fleet.etcd.file)]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2
+    assert "/nowhere/envoy is missing" in refused.output
 
 
 def _refuses(port: int) -> bool:

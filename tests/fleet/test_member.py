@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,6 @@ from loradock.fleet.config import FleetConfig
 from loradock.fleet.member import MemberConfig, _wait_for
 from loradock.fleet.placement import rendezvous
 from loradock.fleet.process import advertised_host
-from loradock.fleet.resolver import CatalogueResolver
 from loradock.fleet.setup import parse_members
 from loradock.messages import requests as rq
 from loradock.processes.subprocesses import process_command
@@ -78,9 +79,8 @@ def test_a_dock_is_registered_and_keeps_its_copies(one_etcd: Etcd, tmp_path: Pat
                 await asyncio.to_thread(
                     wait_until, lambda: theirs in received(controller, rq.RemoveAdapter)
                 )
-                resolver = CatalogueResolver(str(one_etcd.file))
-                assert await resolver.resolve("base", "by-demand") == "b"
-                assert await resolver.resolve("base", "unknown") is None
+                for name in ("by-demand", own[0]):
+                    await catalogue.delete(WantedAdapter, name)
 
         process = subprocess.Popen(process_command("member", config))
         try:
@@ -92,6 +92,72 @@ def test_a_dock_is_registered_and_keeps_its_copies(one_etcd: Etcd, tmp_path: Pat
         finally:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def a_member(etcd: Etcd, directory: Path) -> Iterator[tuple[StandIn, str]]:
+    """A member of the fleet before a stand-in; yields that and the dock's address."""
+    with StandIn(directory) as controller, socket.create_server(("127.0.0.1", 0)) as gateway:
+        port = gateway.getsockname()[1]
+        config = MemberConfig(
+            fleet=str(etcd.file), host="127.0.0.1", port=port, slots=4, directory=str(directory)
+        )
+        process = subprocess.Popen(process_command("member", config))
+        try:
+            yield controller, f"127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_a_dock_loads_other_content_again_once_and_no_more_than_it_has(
+    one_etcd: Etcd, tmp_path: Path
+) -> None:
+    async def test(controller: StandIn) -> None:
+        async with Catalogue(one_etcd.config) as catalogue:
+            for revision in ("cd", "ef"):
+                await catalogue.put("upper", WantedAdapter("new/upper", revision * 16))
+                # As if the files were still the old ones.
+                await asyncio.to_thread(
+                    wait_until, lambda: "upper" in received(controller, rq.LoadAdapter)
+                )
+                (load,) = controller.requests(rq.LoadAdapter)
+                assert (load.path, load.replace) == ("new/upper", True)
+                controller.received.clear()
+            # The next pass finds the right content, and after it a sign that it has ended.
+            await catalogue.put("upper", WantedAdapter("new/upper", "ab" * 16))
+            await catalogue.put("z-missing", WantedAdapter("z", copies=9))
+            await asyncio.to_thread(
+                wait_until, lambda: "z-missing" in received(controller, rq.LoadAdapter)
+            )
+            assert {*received(controller, rq.LoadAdapter)} == {"z-missing"}
+            for name in ("upper", "z-missing"):
+                await catalogue.delete(WantedAdapter, name)
+
+    with a_member(one_etcd, tmp_path) as (controller, _):
+        asyncio.run(asyncio.wait_for(test(controller), HANG_S))
+
+
+def test_a_copy_that_another_dock_keeps_is_held_no_more(one_etcd: Etcd, tmp_path: Path) -> None:
+    async def test(controller: StandIn, address: str) -> None:
+        async with Catalogue(one_etcd.config) as catalogue:
+            other = "other:1"
+            while rendezvous("upper", {address: 4, other: 1}, 1)[0] == address:
+                other = f"other:{int(other[6:]) + 1}"
+            await catalogue.put("upper", WantedAdapter("upper", "ab" * 16, hold=True, copies=1))
+            await asyncio.to_thread(
+                wait_until, lambda: "upper" in received(controller, rq.HoldAdapter)
+            )
+            assert not received(controller, rq.ReleaseAdapter)
+            await catalogue.put(other, Dock(other))
+            await asyncio.to_thread(
+                wait_until, lambda: "upper" in received(controller, rq.ReleaseAdapter)
+            )
+            await catalogue.delete(Dock, other)
+            await catalogue.delete(WantedAdapter, "upper")
+
+    with a_member(one_etcd, tmp_path) as (controller, address):
+        asyncio.run(asyncio.wait_for(test(controller, address), HANG_S))
 
 
 def test_a_dock_that_listens_everywhere_is_reached_at_its_address_on_the_way_to_etcd() -> None:
@@ -125,7 +191,7 @@ async def construct():
 asyncio.run(construct())
 loaded = {name.split(".")[0] for name in sys.modules}
 loaded |= {name for name in sys.modules if name.startswith("loradock.fleet")}
-print(*sorted(loaded & {"grpc", "httpx", "google", "cryptography", "loradock.fleet"}))
+print(*sorted(loaded & {"httpx", "google", "cryptography", "loradock.fleet"}))
 """
 
 

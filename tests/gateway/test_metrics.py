@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loradock.gateway.adapters.follower import AdapterTable
+from loradock.gateway.adapters.models import ModelNames
 from loradock.gateway.metrics import Metrics, joined, top_names
 from loradock.gateway.recorder import Histogram, Recorder
 from loradock.messages import events as ev
@@ -36,7 +38,8 @@ VLLM = {
 
 
 def metrics(table: AdapterTable, adapters_max: int = 5) -> Any:
-    return Metrics(table, Recorder(), lambda: "base", adapters_max)
+    follower: Any = SimpleNamespace(table=table)
+    return Metrics(follower, Recorder(), ModelNames(("base",)), adapters_max)
 
 
 def scrape(served: Served) -> Any:

@@ -175,7 +175,8 @@ def _check_start(config: ServeConfig) -> None:
         raise CommandError(
             ExitCode.USAGE,
             f"--listen {options.listen}: no client is allowed, so none could connect",
-            "make a key with `loradock keys new FILE`, and allow it with `loradock keys allow`",
+            "make a key with `loradock keys new FILE`, and allow it with "
+            f"`loradock --dir {directory} keys allow NAME FILE.pub`",
         )
     holder = lock_holder(directory)
     if holder:

@@ -4,6 +4,7 @@
 # own libraries are an extra.
 # ruff: noqa: PLC0415
 
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,8 +86,7 @@ def front(
     """Serve a fleet at one address: the proxy Envoy, and the picker that chooses a dock for it."""
     output_of(ctx, as_json)
     host, port = _address("--http", http)
-    if bool(ssl_certfile) != bool(ssl_keyfile):
-        raise CommandError(ExitCode.USAGE, "--ssl-certfile and --ssl-keyfile belong together")
+    certificate = _certificate(ssl_certfile, ssl_keyfile)
     with fleet_errors():
         from loradock.cli.serve.front import serve_front
         from loradock.fleet.config import read_config
@@ -98,10 +98,15 @@ def front(
             listen="",
             host=host,
             port=port,
-            scheme="https" if ssl_certfile else "http",
+            certificate=certificate,
             log_format=_log_format(as_json),
         )
-        ended = serve_front(config, (ssl_certfile, ssl_keyfile) if ssl_certfile else None)
+        try:
+            ended = serve_front(config, (ssl_certfile, ssl_keyfile) if ssl_certfile else None)
+        except FileNotFoundError as error:
+            raise CommandError(
+                ExitCode.USAGE, str(error), "install it with pip install 'loradock[fleet]'"
+            ) from error
     if ended.status:
         raise CommandError(ExitCode.FAILURE, f"the front has ended: {ended.reason}")
 
@@ -137,6 +142,23 @@ def _address(flag: str, text: str) -> tuple[str, int]:
         return parse_address(text)
     except ValueError as error:
         raise CommandError(ExitCode.USAGE, f"{flag} {error}") from error
+
+
+def _certificate(file: str, key_file: str) -> str:
+    """Return the front's own certificate as PEM, the first one of the file; empty for HTTP."""
+    if bool(file) != bool(key_file):
+        raise CommandError(ExitCode.USAGE, "--ssl-certfile and --ssl-keyfile belong together")
+    if not file:
+        return ""
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(file, key_file)
+        chain = Path(file).read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise CommandError(
+            ExitCode.USAGE, f"{file} and {key_file} are no certificate and its key: {error}"
+        ) from error
+    content = chain.partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
+    return f"{ssl.PEM_HEADER}{content}{ssl.PEM_FOOTER}\n"
 
 
 def _log_format(as_json: bool) -> LogFormat:

@@ -24,9 +24,13 @@ _LOG_LEVEL: Final = "warning"
 
 
 def serve_front(config: PickerConfig, tls: tuple[str, str] | None) -> Ended:
-    """Run both until a signal; return how they ended. `tls`: files of certificate and key."""
+    """Run both until a signal; return how they ended. `tls`: files of certificate and key.
+
+    Raises `FileNotFoundError` if Envoy is not installed.
+    """
     process_log.configure(config.log_format, "front")
     options = ServeOptions(log_format=config.log_format)
+    program = envoy_program()
     parent_fd, write_fd = os.pipe()
     # Sockets and configuration, which only this user can enter.
     with tempfile.TemporaryDirectory(prefix="loradock-front-") as name:
@@ -43,7 +47,7 @@ def serve_front(config: PickerConfig, tls: tuple[str, str] | None) -> Ended:
             supervisor = Supervisor(
                 [
                     Child("picker", process_command("picker", picker), options=options),
-                    Child("envoy", envoy_command(file), options=options),
+                    Child("envoy", envoy_command(program, file), options=options),
                 ],
                 parent_fd,
             )
@@ -54,9 +58,15 @@ def serve_front(config: PickerConfig, tls: tuple[str, str] | None) -> Ended:
             process_log.flush()
 
 
-def envoy_command(file: Path) -> list[str]:
-    """Return the command that runs Envoy, which ends with this process."""
+def envoy_program() -> Path:
+    """Return Envoy, which the extra of the fleet installs; raises `FileNotFoundError`."""
     program = Path(sys.executable).with_name("envoy")
-    with_parent = ["/usr/bin/setpriv", "--pdeathsig", "KILL"]
+    if not program.is_file():
+        raise FileNotFoundError(f"Envoy is not installed: {program} is missing")
+    return program
+
+
+def envoy_command(program: Path, file: Path) -> list[str]:
+    """Return the command that runs Envoy, which ends with this process."""
     arguments = ["--config-path", str(file), "--use-dynamic-base-id", "--log-level", _LOG_LEVEL]
-    return [*with_parent, str(program), *arguments]
+    return [*process_command("envoy"), str(os.getpid()), str(program), *arguments]

@@ -4,6 +4,7 @@ A change is noted in the table at once, so that a client reads its own writes.
 """
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loradock.client import AsyncClient, LoradockError, UnknownAdapter
-from loradock.gateway.adapters.follower import AdapterTable
+from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.gateway.adapters.models import (
     AdapterCard,
     AdapterCards,
@@ -210,9 +211,10 @@ class SglangAnswer(Struct, frozen=True):
 class AdapterUpdates:
     """The endpoints that load and unload adapters."""
 
-    def __init__(self, client: AsyncClient, table: AdapterTable, names: ModelNames) -> None:
+    def __init__(self, client: AsyncClient, follower: Follower, names: ModelNames) -> None:
         self._client = client
-        self._table = table
+        self._follower = follower
+        self._table = follower.table
         self._names: Final = names
 
     @post("/v1/load_lora_adapter", **_UPDATE)
@@ -300,11 +302,7 @@ class AdapterUpdates:
             await self._reread(name)
 
     async def _reread(self, name: str) -> AdapterView | None:
-        """Return an adapter's view, and note it so that a client reads its own writes."""
-        try:
-            view = (await self._client.show(name)).adapter
-        except UnknownAdapter:
-            self._table.update(name, None)
-            return None
-        self._table.update(name, view)
-        return view
+        """Return an adapter's view, None if it is unknown, so that a client reads its writes."""
+        with suppress(UnknownAdapter):
+            return await self._follower.reread(name)
+        return None

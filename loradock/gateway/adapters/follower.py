@@ -8,6 +8,7 @@ read then too and whenever a reader needs it now.
 
 import asyncio
 from collections import Counter, deque
+from contextlib import suppress
 from itertools import islice
 from typing import Final, Protocol
 
@@ -344,13 +345,23 @@ class Follower:
         if len(table.stale) > SHOWN_MAX:
             await self._relist()
             return
-        names = sorted(table.stale)
-        for name in names:
-            try:
-                table.update(name, (await self._client.show(name)).adapter)
-            except UnknownAdapter:
-                table.update(name, None)
+        for name in sorted(table.stale):
+            with suppress(UnknownAdapter):
+                await self.reread(name)
         await self.read_status(STATUS_TIMEOUT_S)
+
+    async def reread(self, name: str) -> AdapterView:
+        """Return an adapter's view as the controller has it now; the table then has it too.
+
+        Raises `LoradockError`.
+        """
+        try:
+            view = (await self._client.show(name)).adapter
+        except UnknownAdapter:
+            self.table.update(name, None)
+            raise
+        self.table.update(name, view)
+        return view
 
     async def notify(self) -> None:
         """Wake all readers of the table."""

@@ -6,19 +6,22 @@ A name is the base model's, an adapter's, or both with a colon between them.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-import msgspec
-from msgspec import Struct
+import structlog
+from msgspec import Struct, convert, structs
 
-from loradock.client import AsyncClient, UnknownAdapter
-from loradock.gateway.adapters.follower import AdapterTable
+from loradock.client import UnknownAdapter
+from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.gateway.adapters.sources import Resolution, is_adapter_name
-from loradock.gateway.http.errors import model_not_found
+from loradock.gateway.http.errors import HttpError, model_not_found
 from loradock.gateway.recorder import unix_seconds
+from loradock.messages.errors import ErrorCode
 from loradock.messages.views import AdapterView
 
 BASE_NAME_DEFAULT: Final = "base"
+
+log = structlog.get_logger("gateway")
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
@@ -81,33 +84,14 @@ class AdapterCards(Struct, frozen=True):
 
 def adapter_card(view: AdapterView) -> AdapterCard:
     """Return one adapter as HTTP clients see it."""
-    return AdapterCard(
-        id=view.adapter,
-        state=view.state,
-        goal=view.goal,
-        slot=view.slot if view.slot >= 0 else None,
-        generation=view.generation,
-        path=view.path,
-        fingerprint=view.fingerprint,
-        rank=view.rank,
-        held=view.held,
-        retired=view.retired,
-        leases=view.leases,
-        waiting=view.waiting,
-        bytes={
-            "host": view.host_bytes,
-            "pinned": view.pinned_bytes,
-            "device": view.device_bytes,
-        },
-        uses=view.uses,
-        loads=view.loads,
-        hits=view.hits,
-        evictions=view.evictions,
-        failures=view.failures,
-        last_used=view.last_used_ns / 1e9,
-        counters=msgspec.structs.asdict(view.counters),
-        warnings=list(view.warnings),
-    )
+    own = {
+        "id": view.adapter,
+        "slot": view.slot if view.slot >= 0 else None,
+        "bytes": {tier: getattr(view, f"{tier}_bytes") for tier in ("host", "pinned", "device")},
+        "last_used": view.last_used_ns / 1e9,
+        "counters": structs.asdict(view.counters),
+    }
+    return convert(structs.asdict(view) | own, AdapterCard)
 
 
 def model_card(name: str, root: str, parent: str | None, context: int | None) -> ModelCard:
@@ -121,23 +105,17 @@ class ModelNames:
     """The names of the base model; the first one is in answers."""
 
     def __init__(self, served: Sequence[str], directory: str = "") -> None:
+        """`directory`: the base model's, which also names it; empty if it is not known."""
         self._served: Final = tuple(served)
-        self.directory = ""
-        self.base_names: tuple[str, ...] = ()
+        self.directory: Final = directory
+        self.base_names: tuple[str, ...] = self._served or (BASE_NAME_DEFAULT,)
         """All names of the base model."""
-        self.set_own_name(BASE_NAME_DEFAULT)
-        if directory:
-            self.set_directory(directory)
-
-    def set_directory(self, directory: str) -> None:
-        """Set the base model's directory, which also names the model by default."""
-        self.directory = directory
-        self.set_own_name(Path(directory).resolve().name or BASE_NAME_DEFAULT)
+        if directory and not served:
+            self.base_names = (Path(directory).resolve().name or BASE_NAME_DEFAULT, directory)
 
     def set_own_name(self, name: str) -> None:
         """Set the name that the engine reports, if the directory is not known."""
-        own = (name, self.directory) if self.directory else (name,)
-        self.base_names = self._served or own
+        self.base_names = self._served or (name,)
 
     @property
     def listed(self) -> tuple[str, ...]:
@@ -206,47 +184,92 @@ class Version(NamedTuple):
     acceptances: int
 
 
+class Fingerprints(Protocol):
+    """What the adapters of a fleet are, by its catalogue."""
+
+    def fingerprint_of(self, name: str) -> str:
+        """Return the fingerprint that an adapter's files must have; empty for any."""
+
+
 class Models:
-    """Finds adapters by name: in the table, at the controller, and with the resolvers."""
+    """Finds adapters by name: in the table, at the controller, and with the resolvers.
+
+    In a fleet, an adapter whose files are not those of the catalogue is found by no request.
+    """
 
     def __init__(
-        self, client: AsyncClient, table: AdapterTable, names: ModelNames, resolution: Resolution
+        self,
+        follower: Follower,
+        names: ModelNames,
+        resolution: Resolution,
+        fingerprints: Fingerprints | None = None,
     ) -> None:
-        self._client = client
-        self._table = table
+        self._follower = follower
+        self._table = follower.table
         self._resolution = resolution
+        self._fingerprints = fingerprints
+        # Why adapters are refused, as the log has it.
+        self._refused: dict[str, str] = {}
         self.names = names
 
     async def find(self, model: str | None) -> str | None:
         """Return the adapter that `model` names, or None for the base model.
 
-        Raises `HttpError` with status 404 for an unknown name.
+        Raises `HttpError` with status 404 for an unknown name, and with 503 for an adapter that
+        another dock of the fleet must serve.
         """
         # The usual case first; a name of the base model is no adapter's.
         if model in self._table.views and model not in self.names.base_names:
-            return model
+            adapter: str | None = model
+        else:
+            adapter = await self._find(model)
+        if adapter is not None and self._fingerprints is not None:
+            await self._check(adapter, self._fingerprints.fingerprint_of(adapter))
+        return adapter
+
+    async def _find(self, model: str | None) -> str | None:
         adapter = self.names.adapter_of(model)
         if adapter is None or adapter in self._table.views:
             return adapter
         try:
             # Another client may have loaded it a moment ago.
-            await self._reread(adapter)
+            await self._follower.reread(adapter)
         except UnknownAdapter as error:
             if not await self._resolution.resolve(self.names.base, adapter):
                 raise model_not_found(model or adapter) from error
         return adapter
 
+    async def _check(self, adapter: str, fingerprint: str) -> None:
+        """Raise `HttpError` for an adapter whose files have another fingerprint."""
+        if not fingerprint:
+            return
+        found = await self._current(adapter)
+        if not found.fingerprint:
+            # Its first load is running.
+            await self._resolution.resolve(self.names.base, adapter)
+            found = await self._follower.reread(adapter)
+        if found.fingerprint == fingerprint:
+            self._refused.pop(adapter, None)
+            return
+        reason = (
+            f"{ErrorCode.CONFLICT}: adapter {adapter!r}: the files here have the fingerprint "
+            f"{found.fingerprint}, and the fleet's catalogue has {fingerprint}; copy the right "
+            f"files here, and load them with `loradock load {adapter} --replace`"
+        )
+        if self._refused.get(adapter) != reason:
+            self._refused[adapter] = reason
+            log.error("an adapter of the fleet is refused", adapter=adapter, reason=reason)
+        raise HttpError(503, reason, "model", ErrorCode.CONFLICT.value)
+
     async def version_of(self, adapter: str) -> Version:
         """Return the current version of an adapter; raises `LoradockError`."""
-        table = self._table
-        view = table.views.get(adapter)
-        if view is None or adapter in table.replaced:
-            view = await self._reread(adapter)
+        view, table = await self._current(adapter), self._table
         # Events that were lost may have been acceptances.
         count = table.acceptances[adapter] + table.totals.gaps
         return Version(view.adapter_id, view.fingerprint, view.path, count)
 
-    async def _reread(self, adapter: str) -> AdapterView:
-        view = (await self._client.show(adapter)).adapter
-        self._table.update(adapter, view)
+    async def _current(self, adapter: str) -> AdapterView:
+        view = self._table.views.get(adapter)
+        if view is None or adapter in self._table.replaced:
+            view = await self._follower.reread(adapter)
         return view

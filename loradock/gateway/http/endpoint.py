@@ -12,7 +12,7 @@ is cancelled in every phase.
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, Literal, Protocol, TypeVar, get_args, get_type_hints
 
@@ -84,14 +84,6 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     span: str = ""
 
 
-class _Route(Struct, frozen=True):
-    """The arguments of a method's decorator; `options` are further fields of its `Endpoint`."""
-
-    method: Literal["GET", "POST"]
-    path: str
-    options: dict[str, Any]
-
-
 def get(*paths: str, **options: Any) -> Callable[[HandlerT], HandlerT]:
     """Serve `GET` of paths with a method; `options` are further fields of its `Endpoint`."""
     return _served("GET", paths, options)
@@ -106,7 +98,7 @@ def _served(
     method: Literal["GET", "POST"], paths: Iterable[str], options: dict[str, Any]
 ) -> Callable[[HandlerT], HandlerT]:
     def decorate(handler: HandlerT) -> HandlerT:
-        routes = [_Route(method, path, options) for path in paths]
+        routes = [{"method": method, "path": path, **options} for path in paths]
         vars(handler)["routes"] = (*routes, *vars(handler).get("routes", ()))
         return handler
 
@@ -122,7 +114,7 @@ def endpoints_of(owner: object) -> list[Endpoint]:
     ]
 
 
-def _endpoint(route: _Route, handler: Handler) -> Endpoint:
+def _endpoint(route: Mapping[str, Any], handler: Handler) -> Endpoint:
     hints = get_type_hints(handler)
     answers = get_args(hints["return"]) or (hints["return"],)
     kinds = [kind for kind in answers if kind not in (ServerSentEvents, Response, str)]
@@ -130,8 +122,6 @@ def _endpoint(route: _Route, handler: Handler) -> Endpoint:
     is_union = ServerSentEvents in answers and bool(kinds)
     answer = kinds[0] if is_union else hints["return"] if kinds else None
     found = {
-        "method": route.method,
-        "path": route.path,
         "handler": handler,
         "summary": (inspect.getdoc(handler) or "").partition(".\n")[0].removesuffix("."),
         "body": hints.get("body"),
@@ -139,7 +129,7 @@ def _endpoint(route: _Route, handler: Handler) -> Endpoint:
         "streams": is_union,
         "media_type": "text/plain" if str in answers else _JSON,
     }
-    return Endpoint(**{**found, **route.options})
+    return Endpoint(**{**found, **route})
 
 
 class BodyLimits(Struct, frozen=True):
@@ -199,7 +189,7 @@ class EndpointApp:
         except HttpError as error:
             await error_response(error, self._endpoint.shape)(scope, receive, send)
             return
-        watch = watch_of(scope, receive)
+        watch = Watch(connection_of(scope))
         try:
             await self._serve(arguments, scope, receive, send)
         except asyncio.CancelledError:
@@ -276,7 +266,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 def _response_of(answer: Any) -> Response:
-    if isinstance(answer, JsonResponse | Response):
+    if isinstance(answer, Response):
         return answer
     return PlainTextResponse(answer) if isinstance(answer, str) else json_response(answer)
 
@@ -297,8 +287,7 @@ async def read_body(
     scope: Scope, receive: Receive, bytes_max: int, timeout_s: float
 ) -> bytes | bytearray:
     """Return the whole body; raises `HttpError` if it is too long or arrives too slowly."""
-    connection = connection_of(scope)
-    if connection is not None and connection.has_received_all:
+    if connection_of(scope).has_received_all:
         return await _read(receive, bytes_max)
     length = header_of(scope, b"content-length")
     if length.isascii() and length.isdigit() and int(length) > bytes_max:
@@ -386,10 +375,7 @@ def _param_of(message: str) -> str | None:
 
 
 class HttpConnection(Protocol):
-    """A connection of the gateway's HTTP protocol; it executes one request at a time.
-
-    Under another server it is missing.
-    """
+    """A connection of the gateway's HTTP protocol; it executes one request at a time."""
 
     @property
     def has_received_all(self) -> bool:
@@ -399,21 +385,20 @@ class HttpConnection(Protocol):
         """Report the loss of the connection to a watch, at once if it is lost; None: to none."""
 
 
-def connection_of(scope: Scope) -> HttpConnection | None:
-    """Return the connection of a request, if the server reports of it."""
-    extensions: dict[str, Any] = scope.get("extensions") or {}
-    return extensions.get(CONNECTION)
+def connection_of(scope: Scope) -> HttpConnection:
+    """Return the connection of a request."""
+    connection: HttpConnection = scope["extensions"][CONNECTION]
+    return connection
 
 
 class Watch:
     """Cancels the current task when its client leaves, until `end`."""
 
-    def __init__(self, connection: HttpConnection | None) -> None:
+    def __init__(self, connection: HttpConnection) -> None:
         self._task = asyncio.current_task()
         self._has_left = False
         self._connection = connection
-        if connection is not None:
-            connection.set_watch(self)
+        connection.set_watch(self)
 
     def on_left(self) -> None:
         """Cancel the task."""
@@ -427,28 +412,4 @@ class Watch:
 
     def end(self) -> None:
         """Stop watching."""
-        if self._connection is not None:
-            self._connection.set_watch(None)
-
-
-class _TaskWatch(Watch):
-    """A watch by a task that waits, which costs about a tenth of a short request."""
-
-    def __init__(self, receive: Receive) -> None:
-        super().__init__(None)
-        self._watching = asyncio.ensure_future(self._wait(receive))
-
-    async def _wait(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.on_left()
-
-    def end(self) -> None:
-        """Stop watching."""
-        self._watching.cancel()
-
-
-def watch_of(scope: Scope, receive: Receive) -> Watch:
-    """Begin to watch the client of a request whose body was read, for the current task."""
-    connection = connection_of(scope)
-    return _TaskWatch(receive) if connection is None else Watch(connection)
+        self._connection.set_watch(None)

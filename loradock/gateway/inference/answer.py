@@ -141,9 +141,9 @@ class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
             _size_of([chunk]), partial(self._parts, output.choice, chunk)
         )
 
-    @abstractmethod
-    def _first_parts(self, choice: int) -> list[Part]:
-        """Return what a stream begins with."""
+    def _first_parts(self, choice: int) -> list[Part]:  # noqa: ARG002 - for those that have some
+        """Return what the stream of a choice begins with, before its first chunk."""
+        return []
 
     @abstractmethod
     def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[Part]:
@@ -184,7 +184,6 @@ class EventAnswer(RunAnswer[Whole]):
 
     def __init__(self, service: Service, prefix: str, chat: Chat) -> None:
         super().__init__(service, prefix, chat.adapter, chat.usage, "_")
-        self._chat = chat
         self._reader = OutputReader(chat.plan)
         # How the output ended, from its last chunk.
         self.reason: str | None = None
@@ -194,10 +193,6 @@ class EventAnswer(RunAnswer[Whole]):
     def blocks(self) -> Sequence[Block]:
         """The blocks of the output so far."""
         return self._reader.blocks.all
-
-    async def response(self, *, stream: bool) -> Whole | ServerSentEvents:
-        """Return the whole answer, or a stream that begins with the first output."""
-        return await self.respond(self._chat.run, stream=stream)
 
     def _whole(self, choices: list[TokensStreamed]) -> Whole:
         self._read(choices[0])

@@ -321,7 +321,8 @@ class AnthropicMessages:
     async def create(self, body: MessagesRequest) -> AnthropicAnswer | ServerSentEvents:
         """Continue a chat, as in Anthropic's protocol."""
         chat = await self._chats.start(chat_of(body))
-        return await _Answer(self._service, "msg", chat).response(stream=bool(body.stream))
+        answer = _Answer(self._service, "msg", chat)
+        return await answer.respond(chat.run, stream=bool(body.stream))
 
     @post("/v1/messages/count_tokens", errors=INFERENCE, shape="anthropic")
     async def count(self, body: CountRequest) -> TokenCount:

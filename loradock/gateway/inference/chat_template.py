@@ -5,8 +5,8 @@ the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
 
 An adapter's template is a program from whoever can load adapters. Jinja's sandbox keeps it from
 Python's objects, but two nested loops or one multiplication take any time or memory, and nothing
-inside a process can end them. So they run in a process that the system ends, `main`. Its frames are
-a length in four bytes and JSON. A request is `{"source", "special_tokens"}`, with `messages` and
+inside a process can end them. So they run in a process that the system ends, `main`. Requests and
+answers are lines of JSON. A request is `{"source", "special_tokens"}`, with `messages` and
 `variables` if it is to be rendered; the answer is `{"reads_parts"}`, `{"text"}`, or `{"error"}`. A
 request that exceeds a bound has no answer.
 """
@@ -14,12 +14,11 @@ request that exceeds a bound has no answer.
 import json
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import jinja2
 import jinja2.ext
@@ -32,8 +31,6 @@ CPU_S: Final = 2.0
 MEMORY_BYTES: Final = 512 << 20
 """The address space of the process."""
 
-_LENGTH: Final = struct.Struct("<I")
-HEAD_BYTES: Final = _LENGTH.size
 _TEMPLATES_MAX: Final = 32
 
 TEMPLATE_BYTES_MAX: Final = 1 << 20
@@ -139,41 +136,20 @@ def _is_content(node: jinja2.nodes.Node) -> bool:
     return False
 
 
-def encode_frame(content: dict[str, Any]) -> bytes:
-    """Return the frame of a request or an answer."""
-    data = json.dumps(content).encode()
-    return _LENGTH.pack(len(data)) + data
-
-
-def content_length(head: bytes) -> int:
-    """Return the number of bytes that follow the first `HEAD_BYTES` of a frame."""
-    (length,) = _LENGTH.unpack(head)
-    return int(length)
-
-
 def main() -> int:
     """Answer requests on stdin until it is closed; return the exit status."""
     # Ctrl-C is for the gateway, whose end closes stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    while (request := _read(source)) is not None:
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
         # SIGPROF ends the process.
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        answer = encode_frame(_answer(request))
+        answer = json.dumps(_answer(request))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        target.write(answer)
-        target.flush()
+        print(answer, flush=True)
     return 0
-
-
-def _read(source: BinaryIO) -> dict[str, Any] | None:
-    head = source.read(HEAD_BYTES)
-    if len(head) < HEAD_BYTES:
-        return None
-    content: dict[str, Any] = json.loads(source.read(content_length(head)))
-    return content
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

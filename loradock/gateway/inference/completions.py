@@ -283,11 +283,6 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         parts = [self._first_part(index, choice) for index, choice in enumerate(choices)]
         return self._chunk(parts, self.usage.usage())
 
-    def _first_parts(self, choice: int) -> list[CompletionChoice]:
-        """Return nothing: an echo precedes the first chunk of its choice."""
-        del choice
-        return []
-
     def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[CompletionChoice]:
         if chunk is None:
             return []

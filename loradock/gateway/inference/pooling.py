@@ -177,9 +177,8 @@ class PoolingEndpoints:
         )
         encoded = [_encoded(vector, body.encoding_format) for vector in found.vectors]
         return Embeddings(
-            **self._head("embd", adapter),
+            **self._head("embd", adapter, found.input_tokens),
             data=[EmbeddingItem(index, vector) for index, vector in enumerate(encoded)],
-            usage=_usage(found.input_tokens),
         )
 
     @post("/classify", errors=INFERENCE, span="classify")
@@ -195,10 +194,9 @@ class PoolingEndpoints:
             for index, (label, row) in enumerate(zip(found.best, found.scores, strict=True))
         ]
         return Classes(
-            **self._head("classify", adapter),
+            **self._head("classify", adapter, found.input_tokens),
             data=items,
             labels=found.labels,
-            usage=_usage(found.input_tokens),
         )
 
     @post("/pooling", errors=INFERENCE, span="pooling")
@@ -218,9 +216,8 @@ class PoolingEndpoints:
             rows, tokens = classification.scores, classification.input_tokens
         encoded = [_encoded(row, body.encoding_format) for row in rows]
         return Pooled(
-            **self._head("pool", adapter),
+            **self._head("pool", adapter, tokens),
             data=[PoolingItem(index, row) for index, row in enumerate(encoded)],
-            usage=_usage(tokens),
         )
 
     @post("/score", "/v1/score", errors=INFERENCE, span="score")
@@ -234,9 +231,8 @@ class PoolingEndpoints:
         adapter = await self._service.models.find(body.model)
         scores, tokens = await self._scores(first, second, adapter, body)
         return Scores(
-            **self._head("score", adapter),
+            **self._head("score", adapter, tokens),
             data=[ScoreItem(index, score) for index, score in enumerate(scores)],
-            usage=_usage(tokens),
         )
 
     @post("/rerank", "/v1/rerank", "/v2/rerank", errors=INFERENCE, span="rerank")
@@ -258,14 +254,15 @@ class PoolingEndpoints:
         return Reranked(
             id=new_id("rerank"),
             model=self._service.models.names.shown(adapter),
-            usage=_usage(tokens),
+            usage=Usage(tokens, tokens),
             results=results[: body.top_n or None],
         )
 
-    def _head(self, prefix: str, adapter: str | None) -> dict[str, Any]:
-        """Return the fields with which the answers begin."""
+    def _head(self, prefix: str, adapter: str | None, tokens: int) -> dict[str, Any]:
+        """Return the fields that answers of all kinds have."""
         model = self._service.models.names.shown(adapter)
-        return {"id": new_id(prefix), "created": unix_seconds(), "model": model}
+        head = {"id": new_id(prefix), "created": unix_seconds(), "model": model}
+        return {**head, "usage": Usage(tokens, tokens)}
 
     async def _scores(
         self,
@@ -325,7 +322,3 @@ def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
 
 def _dot(first: Sequence[float], second: Sequence[float]) -> float:
     return math.fsum(map(operator.mul, first, second))
-
-
-def _usage(tokens: int) -> Usage:
-    return Usage(tokens, tokens)

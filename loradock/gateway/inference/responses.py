@@ -443,7 +443,8 @@ class Responses:
     async def create(self, body: ResponsesRequest) -> ResponseAnswer | ServerSentEvents:
         """Continue a chat, as in the Responses protocol."""
         chat = await self._chats.start(chat_of(body))
-        return await _Answer(self._service, chat, body).response(stream=bool(body.stream))
+        answer = _Answer(self._service, chat, body)
+        return await answer.respond(chat.run, stream=bool(body.stream))
 
 
 class _Answer(EventAnswer[ResponseAnswer]):

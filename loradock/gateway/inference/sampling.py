@@ -5,13 +5,12 @@ changes nothing. Here are also the structure of an output, under the names of Op
 the length of prompts, and what a generation would start from.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType, structs
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from loradock.client.arguments import check_arguments
 from loradock.client.calls import NO_ID
@@ -202,7 +201,6 @@ PASSED_ON: Final = (
 )
 """Parameters that mean the same to the engine, under the same name."""
 
-_passed_on: Final = attrgetter(*PASSED_ON)
 _NULL: Final = b"null"
 
 
@@ -225,45 +223,14 @@ class SamplingDefaults(Struct, frozen=True):
 _NO_DEFAULTS: Final = SamplingDefaults()
 
 
-class _Unserved(NamedTuple):
-    """The parameters in `UNCHANGED` that bodies of one type have, and their defaults."""
-
-    names: tuple[str, ...]
-    values: Callable[[Struct], tuple[Any, ...]]
-    defaults: tuple[Any, ...]
-
-
-@cache
-def _unserved(body_type: type[Struct]) -> _Unserved:
-    fields = [field for field in structs.fields(body_type) if field.name in UNCHANGED]
-    names = tuple([field.name for field in fields])
-    # Of a single name, `attrgetter` would return no tuple.
-    values = attrgetter(*names) if len(names) > 1 else partial(_values, names)
-    return _Unserved(names, values, tuple([field.default for field in fields]))
-
-
-def _values(names: tuple[str, ...], body: Struct) -> tuple[Any, ...]:
-    return tuple([getattr(body, name) for name in names])
-
-
 def check_served(body: Struct) -> None:
     """Raise `HttpError` for the first parameter with a value that is not served."""
-    unserved = _unserved(type(body))
-    values = unserved.values(body)
-    # All parameters are compared at once, because most requests have none of these.
-    if values == unserved.defaults:
-        return
-    for name, value in zip(unserved.names, values, strict=True):
-        if value is None or value is UNSET or value in UNCHANGED[name]:
+    for name, unchanged in UNCHANGED.items():
+        value = getattr(body, name, None)
+        if value is None or value is UNSET or value in unchanged:
             continue
         if not isinstance(value, msgspec.Raw) or bytes(value).strip() != _NULL:
             raise HttpError(400, f"{name} is not served; leave it out", name)
-
-
-def check_stream_options(body: SamplingFields) -> None:
-    """Raise `HttpError` for options of a stream if none is requested."""
-    if body.stream_options is not None and not body.stream:
-        raise HttpError(400, "stream_options needs stream: true", "stream_options")
 
 
 def sampling_of(
@@ -271,7 +238,8 @@ def sampling_of(
 ) -> dict[str, Any]:
     """Return the keywords of `AsyncClient.generate`; None as `max_tokens` is its own default."""
     check_served(body)
-    check_stream_options(body)
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options needs stream: true", "stream_options")
     top_k = defaults.top_k if body.top_k is None else body.top_k
     sampling: dict[str, Any] = {
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
@@ -291,8 +259,8 @@ def sampling_of(
         sampling["logit_bias"] = tuple((int(t), bias) for t, bias in body.logit_bias.items())
     if body.include_stop_str_in_output is not None:
         sampling["include_stop"] = body.include_stop_str_in_output
-    passed_on = zip(PASSED_ON, _passed_on(body), strict=True)
-    sampling |= {name: value for name, value in passed_on if value is not None}
+    passed_on = {name: getattr(body, name) for name in PASSED_ON}
+    sampling |= {name: value for name, value in passed_on.items() if value is not None}
     return sampling if defaults == _NO_DEFAULTS else _with_further(defaults, sampling)
 
 
@@ -316,6 +284,7 @@ _fields: Final = attrgetter(
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
 )
 _NONE: Final = (None, None, UNSET, None, None)
+_ANY_OBJECT: Final = Structure("json_schema")
 
 
 def structure_of(body: Any) -> Structure | None:
@@ -339,7 +308,7 @@ def _structures(body: Any) -> dict[str, Structure | None]:
         "structured_outputs.json": _schema(outputs.json),
         "structured_outputs.regex": _regex(outputs.regex),
         "structured_outputs.choice": _choice(outputs.choice),
-        "structured_outputs.json_object": _any_object() if outputs.json_object else None,
+        "structured_outputs.json_object": _ANY_OBJECT if outputs.json_object else None,
         "guided_json": _schema(body.guided_json),
         "guided_regex": _regex(body.guided_regex),
         "guided_choice": _choice(body.guided_choice),
@@ -350,7 +319,7 @@ def _of_response_format(wanted: ResponseFormat | None) -> Structure | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return _any_object()
+        return _ANY_OBJECT
     if wanted.type != "json_schema":
         message = (
             f"response_format {wanted.type!r} is not served; text, json_object and json_schema are"
@@ -373,10 +342,6 @@ def _schema(raw: msgspec.Raw | UnsetType) -> Structure | None:
     if text.startswith('"'):
         text = msgspec.json.decode(text, type=str)
     return Structure("json_schema", text)
-
-
-def _any_object() -> Structure:
-    return Structure("json_schema")
 
 
 def _regex(pattern: str | None) -> Structure | None:

@@ -329,39 +329,24 @@ class Service:
         self,
         inputs: Sequence[TextPrompt],
         adapter: str | None,
-        truncation: Truncation | None = None,
+        truncation: Truncation | None,
         dimensions: int = 0,
     ) -> Embedding:
         """Return the vector of each input; raises `LoradockError`."""
-        return await self._measured(
-            self.client.embed(
-                inputs,
-                adapter,
-                timeout_s=self.timeout_s,
-                trace=_traceparent(adapter),
-                truncation=truncation,
-                dimensions=dimensions,
-                client=CLIENT.get(),
-            )
-        )
+        more = {**self._fields(adapter), "truncation": truncation, "dimensions": dimensions}
+        return await self._measured(self.client.embed(inputs, adapter, **more))
 
     async def classify(
-        self,
-        inputs: Sequence[TextPrompt],
-        adapter: str | None,
-        truncation: Truncation | None = None,
+        self, inputs: Sequence[TextPrompt], adapter: str | None, truncation: Truncation | None
     ) -> Classification:
         """Return the scores of each input; raises `LoradockError`."""
-        return await self._measured(
-            self.client.classify(
-                inputs,
-                adapter,
-                timeout_s=self.timeout_s,
-                trace=_traceparent(adapter),
-                truncation=truncation,
-                client=CLIENT.get(),
-            )
-        )
+        more = {**self._fields(adapter), "truncation": truncation}
+        return await self._measured(self.client.classify(inputs, adapter, **more))
+
+    def _fields(self, adapter: str | None) -> dict[str, Any]:
+        """Return what requests of all kinds have in common."""
+        client, trace = CLIENT.get(), _traceparent(adapter)
+        return {"timeout_s": self.timeout_s, "trace": trace, "client": client}
 
     async def _measured(self, pooling: Awaitable[Pooled]) -> Pooled:
         measurement = self.recorder.begin()
@@ -377,15 +362,8 @@ class Service:
         return found
 
     async def _start_one(self, adapter: str | None, start: GenerationStart) -> AsyncGeneration:
-        return await self.client.generate(
-            start.prompt,
-            adapter,
-            images=start.images,
-            timeout_s=self.timeout_s,
-            trace=_traceparent(adapter),
-            client=CLIENT.get(),
-            **start.sampling,
-        )
+        more = {**self._fields(adapter), **start.sampling, "images": start.images}
+        return await self.client.generate(start.prompt, adapter, **more)
 
 
 def check_choices(count: int) -> None:

@@ -18,12 +18,9 @@ from msgspec import Struct
 
 from loradock.gateway.inference.chat_template import (
     CPU_S,
-    HEAD_BYTES,
     MEMORY_BYTES,
     ChatTemplate,
     TemplateError,
-    content_length,
-    encode_frame,
 )
 from loradock.gateway.inference.tool_formats import find_format
 from loradock.gateway.inference.workers import Workers
@@ -160,7 +157,7 @@ class TemplateProcess:
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request; raises `TemplateError`."""
         # An exchange that its client abandons is completed: the next answer would be its own.
-        asked = asyncio.ensure_future(self._ask(encode_frame(request)))
+        asked = asyncio.ensure_future(self._ask(json.dumps(request).encode() + b"\n"))
         asked.add_done_callback(lambda task: task.cancelled() or task.exception())
         answer = await asyncio.shield(asked)
         if "error" in answer:
@@ -172,13 +169,13 @@ class TemplateProcess:
         async with self._lock:
             await self._end()
 
-    async def _ask(self, frame: bytes) -> dict[str, Any]:
+    async def _ask(self, line: bytes) -> dict[str, Any]:
         async with self._lock:
             for _ in range(_ATTEMPTS):
                 try:
                     async with asyncio.timeout(WALL_S):
-                        return await self._exchange(frame)
-                except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+                        return await self._exchange(line)
+                except (ConnectionError, TimeoutError):
                     if await self._end() == -signal.SIGPROF:
                         break
                     # It ended for lack of memory, of which earlier templates may have left little,
@@ -186,18 +183,21 @@ class TemplateProcess:
         log.warning("an adapter's chat template exceeded its bounds", bounds=_BOUNDS)
         raise BoundsExceeded
 
-    async def _exchange(self, frame: bytes) -> dict[str, Any]:
+    async def _exchange(self, line: bytes) -> dict[str, Any]:
         if self._process is None:
+            # No answer is longer than the memory of the process.
             self._process = await asyncio.create_subprocess_exec(
-                *process_command("templates"), stdin=PIPE, stdout=PIPE
+                *process_command("templates"), stdin=PIPE, stdout=PIPE, limit=MEMORY_BYTES
             )
         source, target = self._process.stdout, self._process.stdin
         if source is None or target is None:
             raise ConnectionError("the process has no pipes")
-        target.write(frame)
+        target.write(line)
         await target.drain()
-        head = await source.readexactly(HEAD_BYTES)
-        answer: dict[str, Any] = json.loads(await source.readexactly(content_length(head)))
+        answered = await source.readline()
+        if not answered.endswith(b"\n"):
+            raise ConnectionError("the process ended without an answer")
+        answer: dict[str, Any] = json.loads(answered)
         return answer
 
     async def _end(self) -> int | None:

@@ -29,6 +29,7 @@ from loradock.messages.errors import EngineGone, ErrorCode, NotAllowed
 from loradock.messages.traces import configured_tracer
 
 if TYPE_CHECKING:
+    from loradock.fleet.resolver import CatalogueResolver
     from loradock.gateway.inference.traces import Traces
 
 _MODEL_RETRY_S: Final = 0.5
@@ -53,11 +54,9 @@ class Gateway:
         # What can be refused precedes the client, which has a socket.
         tracer = configured_tracer("gateway")
         resolvers = configured_resolvers(config.lora_resolver_roots, config.lora_resolvers)
-        if config.fleet:
-            # Its libraries are an extra.
-            from loradock.fleet.resolver import CatalogueResolver  # noqa: PLC0415
-
-            resolvers = (*resolvers, CatalogueResolver(config.fleet).resolve)
+        self._catalogue: Final = _catalogue_of(config)
+        if self._catalogue is not None:
+            resolvers = (*resolvers, self._catalogue.resolve)
         self._modules = parse_lora_modules(config.lora_modules)
         files = read_model_files(
             config.model, config.chat_template, config.max_model_len, config.tool_call_parser
@@ -77,7 +76,7 @@ class Gateway:
             self.follower, self.rates, may_change=allows_updating(config, os.environ)
         )
         resolution = Resolution(self.client, resolvers)
-        models = Models(self.client, self.table, self.names, resolution)
+        models = Models(self.follower, self.names, resolution, self._catalogue)
         timeout_s = float(config.http_timeout_s)
         self._adapter_files = AdapterFiles(
             models, files, config.adapter_roots, has_template=bool(config.chat_template)
@@ -104,6 +103,8 @@ class Gateway:
                 asyncio.create_task(self.rates.run()),
                 asyncio.create_task(self._prepare(failed)),
             ]
+            if self._catalogue is not None:
+                tasks.append(asyncio.create_task(self._catalogue.run()))
             try:
                 yield failed
             finally:
@@ -149,3 +150,12 @@ class Gateway:
                 log.warning("chats are not served: --model is needed", model=status.model)
                 return
             await asyncio.sleep(_MODEL_RETRY_S)
+
+
+def _catalogue_of(config: GatewayConfig) -> "CatalogueResolver | None":
+    if not config.fleet:
+        return None
+    # Its libraries are an extra.
+    from loradock.fleet.resolver import CatalogueResolver  # noqa: PLC0415
+
+    return CatalogueResolver(config.fleet)

@@ -23,6 +23,7 @@ from loradock.gateway.adapters.sources import ResolverError
 from loradock.gateway.options import GatewayConfig
 from loradock.gateway.server.app import create_app
 from loradock.gateway.server.gateway import Gateway, StartError
+from loradock.gateway.server.protocol import BoundedProtocol, Bounds, bounded_protocol
 from loradock.processes import process_log
 from loradock.processes.progress import Progress
 from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
@@ -189,7 +190,6 @@ def uvicorn_config(config: GatewayConfig, app: Any) -> uvicorn.Config:
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=config.drain_timeout_s,
-        h11_max_incomplete_event_size=config.header_bytes_max,
         ssl_keyfile=config.ssl_keyfile or None,
         ssl_certfile=config.ssl_certfile or None,
         ssl_ca_certs=config.ssl_ca_certs or None,
@@ -204,14 +204,9 @@ def url_of(config: GatewayConfig, listener: socket.socket) -> str:
     return f"{'https' if config.ssl_certfile else 'http'}://{shown}:{port}/"
 
 
-def _protocol(config: GatewayConfig) -> Any:
-    try:
-        from loradock.gateway.server import protocol  # noqa: PLC0415 - may be missing
-    except ImportError:
-        # h11 is slower, and has bounds.
-        return "h11"
-    return protocol.bounded_protocol(
-        protocol.Bounds(
+def _protocol(config: GatewayConfig) -> type[BoundedProtocol]:
+    return bounded_protocol(
+        Bounds(
             connections=config.connections_max,
             head_bytes=config.header_bytes_max,
             head_s=HEAD_TIMEOUT_S,

@@ -93,7 +93,7 @@ def test_a_digest_has_them_and_their_absence_leaves_no_trace(bench: CoreBench) -
 
 def test_a_snapshot_and_an_export_have_them(bench: CoreBench, tmp_path: Path) -> None:
     bench.activate("a", "b")
-    with Log.open(tmp_path / "log", header_of(bench.limits)) as log:
+    with Log(tmp_path / "log", header_of(bench.limits)) as log:
         log.append([msgspec.msgpack.decode(data, type=Record) for data in bench.inputs], 1)
     assert make_snapshot(tmp_path / "log", SnapshotOrder(len(bench.inputs), Retention("keep")))
     result = replay(tmp_path / "log", checked=True)

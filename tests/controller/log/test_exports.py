@@ -79,7 +79,7 @@ def test_an_imported_log_is_written_on(tmp_path: Path) -> None:
     limits = replay(directory).controller.limits  # type: ignore[union-attr]
     # Other limits begin another segment, as a server with other options does.
     other = msgspec.structs.replace(limits, requests_max=limits.requests_max - 1)
-    with Log.open(directory, header_of(other)) as log:
+    with Log(directory, header_of(other)) as log:
         assert log.next_seq == seq + 1
         log.append([Record(state.time_ns + 1, ControllerStarted(1 << 40))], 1 << 40)
         inventory = EngineInventory("engine", 1, "model", limits.max_loras, 1 << 40)
@@ -116,7 +116,7 @@ def test_a_log_of_former_rules_is_refused_and_exported(tmp_path: Path) -> None:
 def test_limits_of_other_rules_are_left_out_of_an_export(tmp_path: Path) -> None:
     own = header_of(Limits(max_loras=3))
     former = msgspec.structs.replace(own, rules=4, limits=own.limits | {"slot_quantum_ms": 250})
-    with Log.open(tmp_path / "log", former) as log:
+    with Log(tmp_path / "log", former) as log:
         log.append([Record(1, ControllerStarted(1))], 1)
     state = export_state(tmp_path / "log")
     assert (state.rules, state.is_exact, state.limits) == (4, False, own.limits)

@@ -42,7 +42,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 def assert_continues(directory: Path, count: int) -> None:
     """The log contains its first `count` records and accepts more."""
     assert [record for _, _, record in read(directory)] == make_records(COUNT)[:count]
-    with Log.open(directory, HEADER) as log:
+    with Log(directory, HEADER) as log:
         assert log.append(make_records(1), epoch=2) == count + 1
     assert verify(directory).corruption is None
 
@@ -109,7 +109,7 @@ def test_repairing_twice_keeps_both(directory: Path) -> None:
 
 
 def test_a_log_in_use_is_not_repaired(directory: Path) -> None:
-    with Log.open(directory, HEADER), pytest.raises(LogBusy):
+    with Log(directory, HEADER), pytest.raises(LogBusy):
         repair(directory)
 
 
@@ -152,7 +152,7 @@ def test_without_space_nothing_is_changed() -> None:
 def memory_log(rng: Random | None = None) -> tuple[MemoryStorage, Path]:
     """A log of one segment in memory, and the segment's path."""
     storage, directory = MemoryStorage(rng), Path("/log")
-    with Log.open(directory, HEADER, storage=storage) as log:
+    with Log(directory, HEADER, storage=storage) as log:
         log.append(make_records(COUNT), epoch=1)
     (path,) = segment_paths(directory, storage)
     return storage, path

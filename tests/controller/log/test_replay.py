@@ -48,7 +48,7 @@ def header(limits: Limits = LIMITS, rules: int = RULES) -> Header:
 def written(directory: Path, *, wrong_at: int = 0) -> list[str]:
     """Write the history with a digest in each record; returns the digests."""
     controller, digests = Controller(LIMITS, checked=True), []
-    with Log.open(directory, header()) as log:
+    with Log(directory, header()) as log:
         for seq, message in enumerate(HISTORY, start=1):
             digests.append(controller.digest())
             digest = "0" * 32 if seq == wrong_at else digests[-1]
@@ -93,7 +93,7 @@ def test_a_replay_has_the_same_actions_each_time(tmp_path: Path) -> None:
 
 def test_other_limits_count_the_engine_as_lost(tmp_path: Path) -> None:
     written(tmp_path / "log")
-    with Log.open(tmp_path / "log", header(Limits(max_loras=1, max_cpu_loras=4))) as log:
+    with Log(tmp_path / "log", header(Limits(max_loras=1, max_cpu_loras=4))) as log:
         log.append([Record(99, ControllerStarted(2))], 2)
     result = replay(tmp_path / "log", checked=True)
     assert result.controller is not None
@@ -104,7 +104,7 @@ def test_other_limits_count_the_engine_as_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rules", [RULES - 1, RULES + 1])
 def test_other_rules_are_refused(tmp_path: Path, rules: int) -> None:
-    with Log.open(tmp_path / "log", header(rules=rules)) as log:
+    with Log(tmp_path / "log", header(rules=rules)) as log:
         log.append([Record(1, ControllerStarted(1))], 1)
     for read in (replay, check_rules):
         with pytest.raises(LogForeign, match=f"rules {rules}; .* rules {RULES}; .*log export"):
@@ -116,7 +116,7 @@ def test_a_record_of_another_version_ends_the_replay_after_those_before_it(tmp_p
         pass
 
     records = [Record(seq, message) for seq, message in enumerate([*HISTORY, Unknown()], start=1)]
-    with Log.open(tmp_path / "log", header()) as log:
+    with Log(tmp_path / "log", header()) as log:
         log.append(records, 1)
     handled: list[list[Action]] = []
     with pytest.raises(LogForeign, match=f"record {len(records)} is intact"):
@@ -126,7 +126,7 @@ def test_a_record_of_another_version_ends_the_replay_after_those_before_it(tmp_p
 
 
 def test_a_log_with_an_unknown_policy_is_refused(tmp_path: Path) -> None:
-    with Log.open(tmp_path / "log", msgspec.structs.replace(header(), policy="mru")) as log:
+    with Log(tmp_path / "log", msgspec.structs.replace(header(), policy="mru")) as log:
         log.append([Record(1, HISTORY[0])], 1)
     with pytest.raises(LogForeign, match="'mru'"):
         replay(tmp_path / "log")

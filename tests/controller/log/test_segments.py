@@ -100,7 +100,7 @@ def test_reading_only_headers_checks_the_records_too(directory: Path) -> None:
 def test_a_format_that_is_not_known_is_refused(tmp_path: Path) -> None:
     header = msgspec.structs.replace(HEADER, format=3, first_seq=1)
     (tmp_path / f"{1:020}.log").write_bytes(frame_header(header, CHAIN_START)[0])
-    for use in (numbers, verify, lambda d: Log.open(d, HEADER)):
+    for use in (numbers, verify, lambda d: Log(d, HEADER)):
         with pytest.raises(LogForeign, match="format 3"):
             use(tmp_path)
 
@@ -120,12 +120,12 @@ def test_the_last_segment_cut_at_any_byte_continues_after_its_longest_whole_pref
         last.write_bytes(data[:cut])
         if cut < header.end:
             with pytest.raises(LogCorrupt, match="header is incomplete"):
-                Log.open(tmp_path / "whole", HEADER)
+                Log(tmp_path / "whole", HEADER)
             assert last.read_bytes() == data[:cut]
             continue
         whole = numbers(tmp_path / "whole")
         assert len(whole) >= previous
-        with Log.open(tmp_path / "whole", HEADER) as log:
+        with Log(tmp_path / "whole", HEADER) as log:
             assert log.next_seq == len(whole) + 1
             _, _, cut_bytes, cut_from, kept_in = log.recovered
             assert cut_from == (last if cut_bytes else None)
@@ -274,7 +274,7 @@ def test_opening_stops_at_corruption_in_the_last_segment(directory: Path) -> Non
     flip(files(directory)[-1], 200)
     before = {path: path.read_bytes() for path in directory.iterdir()}
     with pytest.raises(LogCorrupt):
-        Log.open(directory, HEADER)
+        Log(directory, HEADER)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
 
 
@@ -285,7 +285,7 @@ def test_a_tail_that_is_not_a_record_is_cut_and_reported(directory: Path, tail: 
         file.write(tail)
     assert verify(directory)[1:] == (COUNT, 1, COUNT, len(tail), None)
     assert numbers(directory)[-1] == COUNT
-    with Log.open(directory, HEADER) as log:
+    with Log(directory, HEADER) as log:
         kept_in = last.with_name(f"{last.name}.0.cut")
         assert log.recovered == (COUNT + 1, 1, len(tail), last, kept_in)
         assert kept_in.read_bytes() == tail

@@ -72,9 +72,7 @@ def test_a_snapshot_and_the_tail_are_the_whole_log(seed: Seq, points: set[int]) 
     storage, directory = MemoryStorage(), Path("/log")
     limits, records = history(seed)
     whole, actions = fold(limits, records)
-    with Log.open(
-        directory, header_of(limits), segment_bytes_max=SEGMENT_BYTES, storage=storage
-    ) as log:
+    with Log(directory, header_of(limits), segment_bytes_max=SEGMENT_BYTES, storage=storage) as log:
         for seq, record in enumerate(records, start=1):
             log.append([record], 1)
             if seq in points:
@@ -119,7 +117,7 @@ def test_two_snapshots_are_kept_and_a_bad_one_is_replaced(tmp_path: Path) -> Non
 def test_a_divergence_makes_no_snapshot(tmp_path: Path) -> None:
     directory = tmp_path / "log"
     limits, records = history(3)
-    with Log.open(directory, header_of(limits)) as log:
+    with Log(directory, header_of(limits)) as log:
         log.append([msgspec.structs.replace(records[0], digest="0" * 32)], 1)
     with pytest.raises(LogError, match="before record 1 the digest"):
         make_snapshot(directory, SnapshotOrder(1, KEEP))
@@ -203,12 +201,12 @@ def test_unsynced_records_are_synced_before_they_are_in_a_snapshot() -> None:
     for seed in range(20):
         storage, directory = MemoryStorage(Random(seed)), Path("/log")
         limits, records = history(3)
-        log = Log.open(directory, header_of(limits), sync="never", storage=storage)
+        log = Log(directory, header_of(limits), sync="never", storage=storage)
         log.append(records[:40], 1)
         make_snapshot(directory, SnapshotOrder(40, KEEP), storage)
         log.append(records[40:45], 1)
         storage.lose_power()
-        Log.open(directory, header_of(limits), storage=storage).close()
+        Log(directory, header_of(limits), storage=storage).close()
         assert 40 <= replay(directory, storage=storage).inputs <= 45
 
 
@@ -294,7 +292,7 @@ def test_hours_are_those_of_recorded_time(tmp_path: Path) -> None:
     directory, hour = tmp_path / "log", 3_600_000_000_000
     limits, records = history(3, 100)
     started = records[0].time_ns
-    with Log.open(directory, header_of(limits), segment_bytes_max=SEGMENT_BYTES) as log:
+    with Log(directory, header_of(limits), segment_bytes_max=SEGMENT_BYTES) as log:
         for number, record in enumerate(records):
             # Ten records per hour.
             at_ns = started + number * hour // 10

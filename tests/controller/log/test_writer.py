@@ -31,7 +31,7 @@ from tests.support.simulation.message_examples import strategy
 
 def test_a_new_log_is_private_and_empty(tmp_path: Path) -> None:
     directory = tmp_path / "a" / "log"
-    with Log.open(directory, HEADER) as log:
+    with Log(directory, HEADER) as log:
         assert log.recovered == Recovered(1, 0, 0, None)
         assert log.next_seq == 1
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -44,11 +44,11 @@ def test_a_new_log_is_private_and_empty(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("without_fsync")
 def test_records_are_numbered_from_one_and_keep_their_epoch(tmp_path: Path) -> None:
     records = make_records(60)
-    with Log.open(tmp_path, HEADER) as log:
+    with Log(tmp_path, HEADER) as log:
         assert log.append(records[:1], epoch=1) == 1
         assert log.append([], epoch=1) == 1
         assert log.append(records[1:40], epoch=1) == 40
-    with Log.open(tmp_path, HEADER) as log:
+    with Log(tmp_path, HEADER) as log:
         assert log.recovered == Recovered(41, 1, 0, None)
         assert log.append(records[40:], epoch=3) == 60
         assert log.next_seq == 61
@@ -60,7 +60,7 @@ def test_records_are_numbered_from_one_and_keep_their_epoch(tmp_path: Path) -> N
 def test_every_segment_has_the_header_that_it_was_written_with(tmp_path: Path) -> None:
     other = msgspec.structs.replace(HEADER, rules=2, policy="lfu")
     for header in (HEADER, HEADER, other):
-        with Log.open(tmp_path, header) as log:
+        with Log(tmp_path, header) as log:
             log.append(make_records(2), epoch=1)
     found = [(segment.header, len(list(segment.records()))) for segment in walk(tmp_path)]
     assert found == [
@@ -73,31 +73,31 @@ def test_every_segment_has_the_header_that_it_was_written_with(tmp_path: Path) -
 @pytest.mark.usefixtures("without_fsync")
 def test_a_new_header_replaces_one_without_records(tmp_path: Path, count: int) -> None:
     if count:
-        with Log.open(tmp_path, HEADER) as log:
+        with Log(tmp_path, HEADER) as log:
             log.append(make_records(count), epoch=1)
-        Log.open(tmp_path, msgspec.structs.replace(HEADER, policy="lfu")).close()
+        Log(tmp_path, msgspec.structs.replace(HEADER, policy="lfu")).close()
     else:
-        Log.open(tmp_path, HEADER).close()
-    with Log.open(tmp_path, msgspec.structs.replace(HEADER, policy="last")) as log:
+        Log(tmp_path, HEADER).close()
+    with Log(tmp_path, msgspec.structs.replace(HEADER, policy="last")) as log:
         log.append(make_records(1), epoch=1)
     assert [segment.header.policy for segment in walk(tmp_path)] == ["lru"] * (count > 0) + ["last"]
     assert verify(tmp_path)[1:] == (count + 1, 1, count + 1, 0, None)
 
 
 def test_older_rules_do_not_continue_newer_ones(tmp_path: Path) -> None:
-    Log.open(tmp_path, msgspec.structs.replace(HEADER, rules=7)).close()
+    Log(tmp_path, msgspec.structs.replace(HEADER, rules=7)).close()
     with pytest.raises(LogForeign, match="rules 7"):
-        Log.open(tmp_path, HEADER)
+        Log(tmp_path, HEADER)
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    with Log.open(tmp_path, HEADER), pytest.raises(LogBusy, match="another process"):
-        Log.open(tmp_path, HEADER)
-    Log.open(tmp_path, HEADER).close()
+    with Log(tmp_path, HEADER), pytest.raises(LogBusy, match="another process"):
+        Log(tmp_path, HEADER)
+    Log(tmp_path, HEADER).close()
 
 
 def test_a_closed_log_accepts_nothing(tmp_path: Path) -> None:
-    log = Log.open(tmp_path, HEADER)
+    log = Log(tmp_path, HEADER)
     log.close()
     log.close()
     with pytest.raises(LogSyncFailed, match="closed"):
@@ -106,7 +106,7 @@ def test_a_closed_log_accepts_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_fsync")
 def test_epochs_never_decrease(tmp_path: Path) -> None:
-    with Log.open(tmp_path, HEADER) as log:
+    with Log(tmp_path, HEADER) as log:
         log.append(make_records(1), epoch=5)
         with pytest.raises(ValueError, match="epoch 4 after epoch 5"):
             log.append(make_records(1), epoch=4)
@@ -120,7 +120,7 @@ def test_epochs_never_decrease(tmp_path: Path) -> None:
 def test_a_group_is_one_write_and_the_syncs_that_the_policy_specifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any, writes: int, syncs: int
 ) -> None:
-    with Log.open(tmp_path, HEADER, sync=policy, sync_interval_ms=10) as log:
+    with Log(tmp_path, HEADER, sync=policy, sync_interval_ms=10) as log:
         disk = write_with(Disk(), monkeypatch)
         # The groups end at 0, 9 and 10 ms.
         for end_ms in (0, 9, 10):
@@ -136,7 +136,7 @@ def test_a_group_is_one_write_and_the_syncs_that_the_policy_specifies(
 def test_an_interval_ends_when_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Log.open(tmp_path, HEADER, sync="interval") as log:
+    with Log(tmp_path, HEADER, sync="interval") as log:
         disk = write_with(Disk(), monkeypatch)
         for time_ns in (TIME_NS, TIME_NS + 1, TIME_NS - 10**12):
             log.append([Record(time_ns, TimerFired())], epoch=1)
@@ -146,14 +146,14 @@ def test_an_interval_ends_when_the_clock_is_set_back(
 @pytest.mark.usefixtures("without_fsync")
 def test_a_segment_ends_when_it_is_full(tmp_path: Path) -> None:
     records = make_records(90)
-    with Log.open(tmp_path, HEADER, segment_bytes_max=1000) as log:
+    with Log(tmp_path, HEADER, segment_bytes_max=1000) as log:
         for start in range(0, 90, 3):
             log.append(records[start : start + 3], epoch=1)
     sizes = [path.stat().st_size for path in sorted(tmp_path.glob("*.log"))]
     assert len(sizes) > 5
     assert all(1000 <= size < 2000 for size in sizes[:-1])
     assert records_in(tmp_path) == records
-    with Log.open(tmp_path, HEADER, segment_bytes_max=1) as log:
+    with Log(tmp_path, HEADER, segment_bytes_max=1) as log:
         log.append(records[:1], epoch=1)
         log.append(records[:1], epoch=1)
     assert verify(tmp_path) == (len(sizes) + 2, 92, 1, 92, 0, None)
@@ -166,7 +166,7 @@ def test_a_full_disk_refuses_a_group_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, room: int, policy: Any
 ) -> None:
     records = make_records(20)
-    with Log.open(tmp_path, HEADER, sync=policy) as log:
+    with Log(tmp_path, HEADER, sync=policy) as log:
         log.append(records[:5], epoch=1)
         before = next(tmp_path.glob("*.log")).read_bytes()
         disk = write_with(FailingDisk(room, write=error), monkeypatch)
@@ -188,7 +188,7 @@ def test_a_file_system_that_was_made_read_only_refuses_groups_until_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_max: int
 ) -> None:
     records, changes = make_records(12), ("write", "open", "ftruncate", "fdatasync", "rename")
-    with Log.open(tmp_path, HEADER, segment_bytes_max=bytes_max) as log:
+    with Log(tmp_path, HEADER, segment_bytes_max=bytes_max) as log:
         log.append(records[:4], epoch=1)
         disk = write_with(FailingDisk(**dict.fromkeys(changes, errno.EROFS)), monkeypatch)
         for _ in range(2):
@@ -204,7 +204,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     records = make_records(12)
-    with Log.open(tmp_path, HEADER, segment_bytes_max=1) as log:
+    with Log(tmp_path, HEADER, segment_bytes_max=1) as log:
         log.append(records[:4], epoch=1)
         disk = write_with(FailingDisk(room=10, **{fails: errno.ENOSPC}), monkeypatch)
         for _ in range(2):
@@ -232,7 +232,7 @@ def test_after_a_failed_disk_nothing_is_accepted_until_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, error: int, options: Any
 ) -> None:
     records = make_records(10)
-    log = Log.open(tmp_path, HEADER, **options)
+    log = Log(tmp_path, HEADER, **options)
     log.append(records[:5], epoch=1)
     disk = write_with(FailingDisk(**{fails: error}), monkeypatch)
     with pytest.raises(LogSyncFailed, match="restart"):
@@ -246,14 +246,14 @@ def test_after_a_failed_disk_nothing_is_accepted_until_a_restart(
         log.sync()
     log.close()
     assert set(disk.calls) == {"close"}
-    with Log.open(tmp_path, HEADER, **options) as log:
+    with Log(tmp_path, HEADER, **options) as log:
         assert log.next_seq > 5
         assert records_in(tmp_path) == records[: log.next_seq - 1]
 
 
 def test_a_cut_that_fails_is_a_failed_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for fails in ("ftruncate", "fdatasync"):
-        with Log.open(tmp_path, HEADER) as log:
+        with Log(tmp_path, HEADER) as log:
             write_with(FailingDisk(10, write=errno.ENOSPC, **{fails: errno.EIO}), monkeypatch)
             for _ in range(2):
                 with pytest.raises(LogSyncFailed):
@@ -270,14 +270,14 @@ def test_a_directory_that_can_not_be_synced_is_a_failed_disk(
                 raise OSError(errno.EIO, "no")
             return super().do(name, real, *args)
 
-    log = Log.open(tmp_path, HEADER, segment_bytes_max=1)
+    log = Log(tmp_path, HEADER, segment_bytes_max=1)
     log.append(make_records(1), epoch=1)
     write_with(NoDirectorySync(), monkeypatch)
     with pytest.raises(LogSyncFailed, match="directory"):
         log.append(make_records(1), epoch=1)
     log.close()
     monkeypatch.undo()
-    with Log.open(tmp_path, HEADER) as log:
+    with Log(tmp_path, HEADER) as log:
         assert log.recovered == Recovered(2, 1, 0, None)
 
 
@@ -287,12 +287,12 @@ def test_every_descriptor_is_closed(tmp_path: Path) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     before = open_files()
-    with Log.open(tmp_path, HEADER, segment_bytes_max=1) as log:
+    with Log(tmp_path, HEADER, segment_bytes_max=1) as log:
         in_use = open_files()
         for _ in range(5):
             log.append(make_records(1), epoch=1)
         with pytest.raises(LogBusy) as caught:
-            Log.open(tmp_path, HEADER)
+            Log(tmp_path, HEADER)
         assert caught.value.code is ErrorCode.LOG_UNAVAILABLE
         assert open_files() == in_use == before + 2
     assert open_files() == before
@@ -314,7 +314,7 @@ def test_what_was_written_is_read_back(sessions: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "log"
         for epoch, (groups, policy, size) in enumerate(sessions, 1):
-            with Log.open(directory, HEADER, sync=policy, segment_bytes_max=size) as log:
+            with Log(directory, HEADER, sync=policy, segment_bytes_max=size) as log:
                 assert log.next_seq == len(expected) + 1
                 for group in groups:
                     log.append(group, epoch)

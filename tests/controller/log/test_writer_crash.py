@@ -28,7 +28,7 @@ def crashed_run(
     records, appended, confirmed, log = make_records(24), [], [], None
     try:
         for _ in range(2):
-            log = Log.open(directory, HEADER, sync=policy, segment_bytes_max=700)
+            log = Log(directory, HEADER, sync=policy, segment_bytes_max=700)
             for start in range(len(confirmed), len(confirmed) + 12, 3):
                 group = records[start : start + 3]
                 appended += group
@@ -45,7 +45,7 @@ def crashed_run(
 def crashed_again(directory: Path, disk: CrashingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         write_with(disk, patch)
-        with suppress(Crash), Log.open(directory, HEADER, segment_bytes_max=700):
+        with suppress(Crash), Log(directory, HEADER, segment_bytes_max=700):
             pass
 
 
@@ -69,7 +69,7 @@ def test_a_crash_at_any_step_loses_nothing_that_was_confirmed(
             disk.cut_power(directory, rng)
         for again in range(1, 7):
             crashed_again(directory, CrashingDisk(again, when), monkeypatch)
-        with Log.open(directory, HEADER, segment_bytes_max=700) as log:
+        with Log(directory, HEADER, segment_bytes_max=700) as log:
             found = records_in(directory)
             assert found == appended[: len(found)]
             assert len(found) >= len(confirmed)
@@ -92,7 +92,7 @@ def test_without_syncs_a_lost_end_is_not_corruption(
             write_with(disk, patch)
             appended, _ = crashed_run(directory, disk, policy)
         disk.cut_power(directory, rng)
-        Log.open(directory, HEADER).close()
+        Log(directory, HEADER).close()
         found = records_in(directory)
         assert found == appended[: len(found)]
     assert not disk.is_dead

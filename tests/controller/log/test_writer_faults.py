@@ -58,7 +58,7 @@ class Run:
     def start(self, header: Any = HEADER) -> bool:
         """Open the log; return whether that succeeded."""
         try:
-            self._log = Log.open(
+            self._log = Log(
                 DIRECTORY, header, sync=self.policy, segment_bytes_max=700, storage=self.storage
             )
         except (LogFull, LogSyncFailed, OSError):
@@ -154,13 +154,13 @@ def test_any_mixture_of_failures_loses_nothing_that_counts(part: int) -> None:
 def test_a_segment_that_is_continued_is_synced_first(header: Any) -> None:
     """Its process was killed between the write and the sync."""
     storage = MemoryStorage()
-    log = Log.open(DIRECTORY, HEADER, sync="never", storage=storage)
+    log = Log(DIRECTORY, HEADER, sync="never", storage=storage)
     log.append(make_records(GROUP), epoch=1)
     storage.crash()
     (segment,) = (path for path in storage.names(DIRECTORY) if path.endswith(".log"))
     assert storage.unsynced_bytes(DIRECTORY / segment) > 0
     synced = storage.synced[segment]
-    with Log.open(DIRECTORY, header, storage=storage) as opened:
+    with Log(DIRECTORY, header, storage=storage) as opened:
         assert opened.next_seq == GROUP + 1
         assert storage.synced[segment] > synced
         opened.append(make_records(1, GROUP + 1), epoch=1)
@@ -173,7 +173,7 @@ def test_a_segment_that_is_continued_is_synced_first(header: Any) -> None:
 def test_after_a_failed_sync_the_segment_is_written_again(header: Any, is_full: bool) -> None:
     """The system has dropped the bytes, and its next sync succeeds without them."""
     storage = MemoryStorage()
-    log = Log.open(DIRECTORY, HEADER, storage=storage)
+    log = Log(DIRECTORY, HEADER, storage=storage)
     log.append(make_records(GROUP), epoch=1)
     storage.fail_call(len(storage.calls) + 1)
     # Nothing can be created on a full disk, not even a report of the failure.
@@ -182,7 +182,7 @@ def test_after_a_failed_sync_the_segment_is_written_again(header: Any, is_full: 
         log.append(make_records(GROUP, GROUP + 1), epoch=1)
     storage.crash()
     storage.faults.is_full = False
-    with Log.open(DIRECTORY, header, storage=storage) as opened:
+    with Log(DIRECTORY, header, storage=storage) as opened:
         claimed = opened.next_seq - 1
         assert NO_SYNC_FAILED in storage.names(DIRECTORY)
         opened.append(make_records(1, claimed + 1), epoch=1)
@@ -194,7 +194,7 @@ def test_after_a_failed_sync_the_segment_is_written_again(header: Any, is_full: 
 def test_a_start_that_fails_can_be_repeated() -> None:
     for number in range(50):
         storage = MemoryStorage(Random(number))
-        log = Log.open(DIRECTORY, HEADER, storage=storage)
+        log = Log(DIRECTORY, HEADER, storage=storage)
         log.append(make_records(GROUP), epoch=1)
         storage.fail_call(len(storage.calls) + 1)
         with pytest.raises(LogSyncFailed):
@@ -203,7 +203,7 @@ def test_a_start_that_fails_can_be_repeated() -> None:
         calls = len(storage.calls)
         storage.fail_call(calls + number)
         with suppress(LogSyncFailed):
-            Log.open(DIRECTORY, OTHER_LIMITS, storage=storage)
+            Log(DIRECTORY, OTHER_LIMITS, storage=storage)
         ended = len(storage.calls) <= calls + number
         storage.lose_power()
         found = [record for _, _, record in read(DIRECTORY, storage=storage)]

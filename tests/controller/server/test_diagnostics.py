@@ -113,7 +113,7 @@ def test_ages_and_tokens_of_requests() -> None:
     assert (second.phase, second.age_ms, second.tokens) == ("waiting", 40, 0)
     times.end_request("a", "done", 60 * MS)
     times.end_request("a", "done", 90 * MS)
-    assert [view.duration_ms for view in times.slow_requests(60 * MS)] == [40]
+    assert [view.duration_ms for view in times.slow_requests.views(60 * MS)] == [40]
 
 
 def test_operations_that_the_engine_does_not_run_are_forgotten() -> None:
@@ -123,7 +123,7 @@ def test_operations_that_the_engine_does_not_run_are_forgotten() -> None:
     times.keep_operations((2,))
     for op in range(1, 4):
         times.end_operation(op, "done", 5 * MS)
-    assert [view.adapter for view in times.slow_operations(60 * MS)] == ["2"]
+    assert [view.adapter for view in times.slow_operations.views(60 * MS)] == ["2"]
 
 
 def test_a_flood_of_refusals_is_bounded_and_counted() -> None:
@@ -148,7 +148,7 @@ def handled(controller: Controller, *group: Input) -> tuple[Input, ...]:
 
 
 def waits(diagnostics: Diagnostics) -> tuple[SlowView, ...]:
-    return diagnostics.times.slow_requests(LONG_AGO_NS)
+    return diagnostics.times.slow_requests.views(LONG_AGO_NS)
 
 
 def test_requests_of_a_group_wait_or_were_answered_within_it() -> None:
@@ -196,7 +196,7 @@ def test_an_operation_whose_command_was_lost_is_forgotten() -> None:
     diagnostics.record_report(reports.EngineInventory("e", 1, "m", 1, 1, last_op=2, running=(2,)))
     for op in (1, 2):
         diagnostics.record_report(reports.WeightsDropped(op))
-    assert len(diagnostics.times.slow_operations(LONG_AGO_NS)) == 1
+    assert len(diagnostics.times.slow_operations.views(LONG_AGO_NS)) == 1
 
 
 def test_warnings_of_an_adapter_are_logged_once() -> None:

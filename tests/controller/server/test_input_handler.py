@@ -54,7 +54,7 @@ class CrashingLog(Log):
 
 def in_memory(storage: MemoryStorage) -> Log:
     header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
-    return Log.open(DIRECTORY, header, storage=storage)
+    return Log(DIRECTORY, header, storage=storage)
 
 
 def none_of(log: Log) -> SnapshotProcess:

@@ -55,7 +55,7 @@ def events(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Published,
     monkeypatch.setattr(event_stream, "EVENTS_KEPT_MAX", 4)
     controller = Controller(LIMITS)
     records = [Record(seq, ControllerStarted(seq)) for seq in range(1, EPOCHS + 1)]
-    with Log.open(directory / "log", Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)) as log:
+    with Log(directory / "log", Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)) as log:
         log.append(records, 1)
     actions = [controller.handle(record.input, record.time_ns) for record in records]
     return tuple(action.message for [action] in actions if isinstance(action, PublishEvent))

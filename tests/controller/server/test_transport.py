@@ -249,10 +249,10 @@ def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(
             opened.flush()
         assert not opened.can_reply(peer)
         [unsent] = opened._replies.values()
-        waiting = len(unsent.frames)
+        waiting = len(unsent)
         assert waiting == transport.UNSENT_BYTES_PER_CLIENT_MAX // len(reply)
         read = 0
-        while len(unsent.frames) == waiting:
+        while len(unsent) == waiting:
             assert _read(opened, client) == reply
             read += 1
         opened.reply(peer, b"a refusal")

@@ -3,11 +3,12 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from loradock.gateway.http.endpoint import CONNECTION, read_body, watch_of
+from loradock.gateway.http.endpoint import CONNECTION, Watch, read_body
 from loradock.gateway.http.errors import HttpError
 from tests.support.gateway.served import Served, post_bytes, read_all, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
@@ -108,23 +109,26 @@ def test_a_charset_is_part_of_the_type(small: Served) -> None:
 
 
 def test_a_body_of_several_parts_is_joined() -> None:
-    parts = [(b"ab", True), (b"c", True), (b"", False)]
+    parts: list[tuple[bytes, bool]] = []
 
     async def receive() -> Any:
         body, more = parts.pop(0)
         return {"type": "http.request", "body": body, "more_body": more}
 
-    assert asyncio.run(read_body({"headers": []}, receive, 3, 60)) == b"abc"
-    parts += [(b"ab", True), (b"cd", False)]
-    with pytest.raises(HttpError):
-        asyncio.run(read_body({"headers": []}, receive, 3, 60))
+    for has_received_all in (False, True):
+        connection = SimpleNamespace(has_received_all=has_received_all)
+        scope: Any = {"headers": [], "extensions": {CONNECTION: connection}}
+        parts += [(b"ab", True), (b"c", True), (b"", False)]
+        assert asyncio.run(read_body(scope, receive, 3, 60)) == b"abc"
+        parts += [(b"ab", True), (b"cd", False)]
+        with pytest.raises(HttpError):
+            asyncio.run(read_body(scope, receive, 3, 60))
 
 
 class Lost:
     """A connection that the test loses."""
 
     def __init__(self, is_lost: bool = False) -> None:
-        self.has_received_all = True
         self.watch: Any = None
         self.is_lost = is_lost
 
@@ -134,9 +138,9 @@ class Lost:
             watch.on_left()
 
 
-async def watched(scope: Any, receive: Any, work: Any) -> Any:
+async def watched(connection: Any, work: Any) -> Any:
     """Run `work` as a request does; return whether it ended because its client left."""
-    watch = watch_of(scope, receive)
+    watch = Watch(connection)
     try:
         await work
     except asyncio.CancelledError:
@@ -152,22 +156,10 @@ async def never() -> None:
     await asyncio.Event().wait()
 
 
-async def disconnect() -> Any:
-    return {"type": "http.disconnect"}
-
-
-async def no_message() -> None:
-    await never()
-
-
-def scope_of(connection: Any) -> Any:
-    return {"extensions": {CONNECTION: connection}}
-
-
 def test_a_lost_connection_ends_its_request() -> None:
     async def main() -> None:
         connection = Lost()
-        task = asyncio.create_task(watched(scope_of(connection), no_message, never()))
+        task = asyncio.create_task(watched(connection, never()))
         await asyncio.sleep(0)
         connection.watch.on_left()
         assert await task
@@ -178,24 +170,18 @@ def test_a_lost_connection_ends_its_request() -> None:
 
 
 def test_a_connection_that_was_lost_before_ends_its_request() -> None:
-    assert asyncio.run(watched(scope_of(Lost(is_lost=True)), no_message, never()))
+    assert asyncio.run(watched(Lost(is_lost=True), never()))
 
 
-@pytest.mark.parametrize("scope", [{}, {"extensions": {}}, {"extensions": None}])
-def test_without_the_extension_a_message_ends_the_request(scope: Any) -> None:
-    assert asyncio.run(watched(scope, disconnect, never()))
-
-
-@pytest.mark.parametrize("scope", [{}, scope_of(Lost())])
-def test_a_request_that_ends_in_time_is_not_cancelled(scope: Any) -> None:
-    assert not asyncio.run(watched(scope, no_message, asyncio.sleep(0)))
+def test_a_request_that_ends_in_time_is_not_cancelled() -> None:
+    assert not asyncio.run(watched(Lost(), asyncio.sleep(0)))
 
 
 @pytest.mark.parametrize("has_left", [False, True])
 def test_a_cancellation_by_the_server_is_not_taken_for_the_client(has_left: bool) -> None:
     async def main() -> None:
         connection = Lost()
-        task = asyncio.create_task(watched(scope_of(connection), no_message, never()))
+        task = asyncio.create_task(watched(connection, never()))
         await asyncio.sleep(0)
         if has_left:
             connection.watch.on_left()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,7 +176,13 @@ def test_other_tasks_run_between_long_bodies(monkeypatch: pytest.MonkeyPatch) ->
     turns, decoded_at = [0], []
     monkeypatch.setattr(endpoint, "decode", lambda *_: decoded_at.append(turns[0]))
     body = b'{"user": "' + b"x" * (1 << 20) + b'"}'
-    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+    connection = SimpleNamespace(has_received_all=True, set_watch=lambda _: None)
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "headers": [(b"content-type", b"application/json")],
+        "extensions": {endpoint.CONNECTION: connection},
+    }
 
     async def answer(body: Any) -> str:
         return str(body)

@@ -191,7 +191,7 @@ class ControllerProcess:
 def open_log(config: ServerConfig, disk: SimulatedDisk) -> Log:
     """Open the log for writing, as the controller's process does."""
     header = Header(FORMAT, RULES, config.policy, limits_to(config.limits), 0)
-    return Log.open(
+    return Log(
         LOG_DIRECTORY,
         header,
         sync=config.sync,

@@ -2,7 +2,8 @@
 
 `python -m tests.support.fleet.dock HOST PORT FLEET DIRECTORY`. Every output is the dock's port, so
 that an answer says who gave it. An adapter is in a slot from its first request on. While the file
-DIRECTORY/silent exists, generations are not answered; DIRECTORY/asked says that there is one.
+DIRECTORY/silent exists, generations are not answered, and while DIRECTORY/refuses does, they are
+refused with the code that is in it; DIRECTORY/asked says that there is one.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from loradock.gateway.options import GatewayConfig
 from loradock.gateway.server.process import open_listener, serve
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
+from loradock.messages.errors import ErrorCode
 from loradock.processes.subprocesses import process_command
 from tests.support.simulation.standin_controller import StandIn, view
 
@@ -33,9 +35,12 @@ def main() -> None:
         if known is not None and known.slot < 0:
             controller.adapters[known.adapter] = view(known.adapter)
             controller.publish(ev.AdapterActivated(known.adapter, 2, 5))
+        (directory / "asked").touch()
         if (directory / "silent").exists():
-            (directory / "asked").touch()
             return None
+        if (directory / "refuses").exists():
+            code = ErrorCode((directory / "refuses").read_text())
+            return rq.Refused(request.request_id, code, "as the test wants")
         return usual(request)
 
     controller.answers[rq.Generate] = generate

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import httpx
 
+from loradock.messages.errors import ErrorCode
 from tests.support.fleet.etcd import Etcd, free_ports
 from tests.support.waiting import HANG_S, wait_until
 
@@ -81,13 +82,18 @@ class Dock(Process):
 
     def be_silent(self, is_silent: bool = True) -> None:
         """Answer no generation, or answer them again."""
-        for name in ("asked", "silent"):
+        for name in ("asked", "silent", "refuses"):
             (self.directory / name).unlink(missing_ok=True)
         if is_silent:
             (self.directory / "silent").touch()
 
+    def refuse(self, code: ErrorCode) -> None:
+        """Refuse generations with this code, until `be_silent(False)`."""
+        (self.directory / "asked").unlink(missing_ok=True)
+        (self.directory / "refuses").write_text(code)
+
     def is_asked(self) -> bool:
-        """Return whether a generation waits in the silent dock."""
+        """Return whether a generation has reached the dock since it became silent or refuses."""
         return (self.directory / "asked").exists()
 
 
@@ -115,8 +121,8 @@ class Fleet:
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=HANG_S, trust_env=False)
 
-    def start_front(self, port: int) -> Process:
-        command = [*LORADOCK, "fleet", "front", "--http", f"127.0.0.1:{port}"]
+    def start_front(self, port: int, *options: str) -> Process:
+        command = [*LORADOCK, "fleet", "front", "--http", f"127.0.0.1:{port}", *options]
         command += ["--fleet", str(self.etcd.file)]
         return Process(command, self.directory / f"front-{port}.log")
 
@@ -137,15 +143,18 @@ class Fleet:
             return len(ready) == len(self.docks) and all(ready) and self.complete().status == 200
         return False
 
-    def status(self) -> Any:
-        headers = {"Authorization": f"Bearer {self.etcd.config.key}"}
-        return self.http.get("/fleet/status", headers=headers).json()
+    def key(self) -> dict[str, str]:
+        """Return the header with the fleet's key."""
+        return {"Authorization": f"Bearer {self.etcd.config.key}"}
 
-    def fronts(self) -> list[str]:
-        """Return the fronts of the catalogue."""
+    def status(self) -> Any:
+        return self.http.get("/fleet/status", headers=self.key()).json()
+
+    def fronts(self) -> dict[str, str]:
+        """Return the fronts of the catalogue, and why they don't answer."""
         command = [*LORADOCK, "fleet", "status", "--fleet", str(self.etcd.file), "--json"]
         found = subprocess.run(command, capture_output=True, text=True, check=True)
-        return [one["address"] for one in json.loads(found.stdout)["fronts"]]
+        return {one["address"]: one["problem"] for one in json.loads(found.stdout)["fronts"]}
 
     def complete(self, adapter: str = "adapter-0", http: httpx.Client | None = None) -> Answer:
         """Send one completion; the text of its answer is the port of the dock."""

@@ -81,7 +81,7 @@ def write_log(directory: Path, seed: int = SEED) -> None:
     limits, records = history(seed, 100)
     for first in range(0, RECORDS, SEGMENT_RECORDS):
         # The bound on a segment's size is exceeded, so each group begins one.
-        with Log.open(directory, header_of(limits), segment_bytes_max=1) as log:
+        with Log(directory, header_of(limits), segment_bytes_max=1) as log:
             group = records[first : first + SEGMENT_RECORDS]
             pairs = zip(group, digests(seed)[first:], strict=False)
             log.append([msgspec.structs.replace(r, digest=digest) for r, digest in pairs], 1)

@@ -41,7 +41,7 @@ def _varied(example: Any, i: int) -> Record:
 
 def write(directory: Path, records: Sequence[Record], **options: Any) -> None:
     """Append records to the log in `directory`, in groups of three and in epoch 1."""
-    with Log.open(directory, HEADER, **options) as log:
+    with Log(directory, HEADER, **options) as log:
         for start in range(0, len(records), 3):
             log.append(records[start : start + 3], epoch=1)
 

@@ -46,9 +46,7 @@ def write_history(directory: Path, seed: int = 3, storage: Storage = DISK) -> tu
     """Write a history with a digest in every tenth record; return its records."""
     limits, records = history(seed, 100)
     controller = Controller(limits)
-    with Log.open(
-        directory, header_of(limits), segment_bytes_max=SEGMENT_BYTES, storage=storage
-    ) as log:
+    with Log(directory, header_of(limits), segment_bytes_max=SEGMENT_BYTES, storage=storage) as log:
         for number, record in enumerate(records):
             digest = "" if number % 10 else controller.digest()
             log.append([msgspec.structs.replace(record, digest=digest)], 1)

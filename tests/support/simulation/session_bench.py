@@ -12,7 +12,7 @@ from loradock.controller.server.admin import Admin
 from loradock.controller.server.clients import Outbox
 from loradock.controller.server.diagnostics import Diagnostics
 from loradock.controller.server.engine_link import EngineLink
-from loradock.controller.server.log_health import LogHealth
+from loradock.controller.server.inputs import LogHealth
 from loradock.controller.server.preloads import DefaultAdapters
 from loradock.controller.server.queries import Queries
 from loradock.controller.server.sessions import ClientSessions
