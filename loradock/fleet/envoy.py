@@ -51,19 +51,20 @@ class DockFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._docks: set[str] = set()
-        self._left: set[str] = set()
+        # Former docks, and when they are forgotten.
+        self._left: dict[str, asyncio.TimerHandle] = {}
 
     def set_docks(self, docks: Iterable[str]) -> None:
         """Send new requests to these docks only."""
-        docks = {*docks}
-        left = self._docks - docks
-        self._docks, self._left = docks, (self._left | left) - docks
-        write_docks(self._directory, docks, self._left)
-        for address in left:
-            asyncio.get_running_loop().call_later(LINGER_S, self._forget, address)
+        loop, before, self._docks = asyncio.get_running_loop(), self._docks, {*docks}
+        for address in self._left.keys() & self._docks:
+            self._left.pop(address).cancel()
+        for address in before - self._docks:
+            self._left[address] = loop.call_later(LINGER_S, self._forget, address)
+        write_docks(self._directory, self._docks, self._left)
 
     def _forget(self, address: str) -> None:
-        self._left.discard(address)
+        del self._left[address]
         write_docks(self._directory, self._docks, self._left)
 
 

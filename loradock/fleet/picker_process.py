@@ -35,7 +35,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Configuration of a picker: its fleet's file, and where it listens for gRPC.
 
     `listen`: `HOST:PORT` or `unix:PATH`. `directory`: where the docks are written for Envoy, and
-    `host`, `port`, `scheme`: where that serves; empty without an Envoy of its own.
+    `host`, `port`: where that serves; empty without an Envoy of its own. `certificate`: PEM of the
+    front; empty for HTTP.
     """
 
     fleet: str
@@ -43,7 +44,7 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     directory: str = ""
     host: str = ""
     port: int = 0
-    scheme: str = "http"
+    certificate: str = ""
     log_format: LogFormat = "console"
     parent_fd: int = -1
 
@@ -71,8 +72,9 @@ async def _run(config: PickerConfig, fleet: FleetConfig) -> None:
     await server.start(config.listen)
     following = Following(picker, fleet.key)
     async with Catalogue(fleet) as catalogue:
-        address = f"{config.scheme}://{advertised_host(config.host, fleet)}:{config.port}"
-        registration = Registration(catalogue, Front(address))
+        scheme = "https" if config.certificate else "http"
+        address = f"{scheme}://{advertised_host(config.host, fleet)}:{config.port}"
+        registration = Registration(catalogue, Front(address, config.certificate))
         await until_stopped(
             _follow(catalogue, picker, following, config.directory, registration),
             config.parent_fd,

@@ -157,6 +157,8 @@ def test_a_front_with_a_certificate_serves_https_alone(fleet: Fleet) -> None:
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http://127.0.0.1:{port}/live")
         wait_until(lambda: f"https://127.0.0.1:{port}" in fleet.fronts())
+        # The command trusts the certificate that the catalogue has.
+        assert fleet.fronts()[f"https://127.0.0.1:{port}"] == ""
     finally:
         front.kill()
 
