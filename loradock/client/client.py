@@ -325,21 +325,9 @@ class BlockingPort(Port):
         """Do nothing: `wait` looks after each exchange."""
 
 
-class _Subscription:
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
-        self._socket = socket
-
-    @property
-    def closed(self) -> bool:
-        """Return whether `close` was called."""
-        return self._socket.closed
-
+class _Subscription(Subscription):
     async def receive(self, timeout_s: float) -> bytes | None:
         """Return the next frame; None if none arrives in that time."""
         if not self._socket.poll(max(0, math.ceil(timeout_s * 1000))):
             return None
-        return self._socket.recv(zmq.NOBLOCK)
-
-    def close(self) -> None:
-        """End it."""
-        self._socket.close()
+        return bytes(self._socket.recv(zmq.NOBLOCK))

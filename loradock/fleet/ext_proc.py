@@ -5,17 +5,14 @@ used; others are skipped. The package with all messages of Envoy, `xds-protos`, 
 OpenTelemetry's package, which then can't be imported.
 """
 
-from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
-import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
 
-_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PACKAGE: Final = "loradock.ext_proc"
 
 # Modes of a body, and what a header does to another one of its name.
-BODY_NONE: Final = 0
+BODY_BUFFERED: Final = 2
 BODY_STREAMED: Final = 4
 OVERWRITE_OR_ADD: Final = 2
 
@@ -29,9 +26,12 @@ _MESSAGES: Final = {
     "HttpHeaders": "1 HeaderMap headers, 3 bool end_of_stream",
     "HttpBody": "1 bytes body, 2 bool end_of_stream",
     "HttpTrailers": "",
+    # A map has such entries on the wire.
+    "NamedMetadata": "1 string key, 2 Struct value",
+    "Metadata": "1 NamedMetadata* filter_metadata",
     "ProcessingRequest": (
         "2 HttpHeaders request_headers, 4 HttpBody request_body, 6 HttpTrailers request_trailers, "
-        "11 ProtocolConfiguration protocol_config"
+        "8 Metadata metadata_context, 11 ProtocolConfiguration protocol_config"
     ),
     "StreamedBodyResponse": "1 bytes body, 2 bool end_of_stream",
     "BodyMutation": "3 StreamedBodyResponse streamed_response",
@@ -91,13 +91,3 @@ def _class_of(name: str) -> Any:
 ProcessingRequest: Final = _class_of("ProcessingRequest")
 ProcessingResponse: Final = _class_of("ProcessingResponse")
 """Made with one argument per field; a message can be a dictionary of its fields."""
-
-
-def handler(process: Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]) -> Any:
-    """Return the handler of the service for a gRPC server: `process(requests, context)`."""
-    method = grpc.stream_stream_rpc_method_handler(
-        process,
-        request_deserializer=ProcessingRequest.FromString,
-        response_serializer=ProcessingResponse.SerializeToString,
-    )
-    return grpc.method_handlers_generic_handler(_SERVICE, {"Process": method})

@@ -86,7 +86,7 @@ def front(
     """Serve a fleet at one address: the proxy Envoy, and the picker that chooses a dock for it."""
     output_of(ctx, as_json)
     host, port = _address("--http", http)
-    _check_certificate(ssl_certfile, ssl_keyfile)
+    certificate = _certificate(ssl_certfile, ssl_keyfile)
     with fleet_errors():
         from loradock.cli.serve.front import serve_front
         from loradock.fleet.config import read_config
@@ -98,7 +98,7 @@ def front(
             listen="",
             host=host,
             port=port,
-            scheme="https" if ssl_certfile else "http",
+            certificate=certificate,
             log_format=_log_format(as_json),
         )
         try:
@@ -144,16 +144,21 @@ def _address(flag: str, text: str) -> tuple[str, int]:
         raise CommandError(ExitCode.USAGE, f"{flag} {error}") from error
 
 
-def _check_certificate(certificate: str, key: str) -> None:
-    if bool(certificate) != bool(key):
+def _certificate(file: str, key_file: str) -> str:
+    """Return the front's own certificate as PEM, the first one of the file; empty for HTTP."""
+    if bool(file) != bool(key_file):
         raise CommandError(ExitCode.USAGE, "--ssl-certfile and --ssl-keyfile belong together")
-    if certificate:
-        try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
-        except OSError as error:
-            raise CommandError(
-                ExitCode.USAGE, f"{certificate} and {key} are no certificate and its key: {error}"
-            ) from error
+    if not file:
+        return ""
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(file, key_file)
+        chain = Path(file).read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise CommandError(
+            ExitCode.USAGE, f"{file} and {key_file} are no certificate and its key: {error}"
+        ) from error
+    content = chain.partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
+    return f"{ssl.PEM_HEADER}{content}{ssl.PEM_FOOTER}\n"
 
 
 def _log_format(as_json: bool) -> LogFormat:

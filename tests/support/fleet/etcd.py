@@ -66,6 +66,9 @@ class Etcd:
             return False
         return found.json().get("health") == "true"
 
+    def signal(self, member: Member, number: signal.Signals) -> None:
+        self._processes[member].send_signal(number)
+
     def kill(self, member: Member) -> None:
         process = self._processes.pop(member)
         process.send_signal(signal.SIGKILL)

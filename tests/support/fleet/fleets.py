@@ -143,15 +143,18 @@ class Fleet:
             return len(ready) == len(self.docks) and all(ready) and self.complete().status == 200
         return False
 
-    def status(self) -> Any:
-        headers = {"Authorization": f"Bearer {self.etcd.config.key}"}
-        return self.http.get("/fleet/status", headers=headers).json()
+    def key(self) -> dict[str, str]:
+        """Return the header with the fleet's key."""
+        return {"Authorization": f"Bearer {self.etcd.config.key}"}
 
-    def fronts(self) -> list[str]:
-        """Return the fronts of the catalogue."""
+    def status(self) -> Any:
+        return self.http.get("/fleet/status", headers=self.key()).json()
+
+    def fronts(self) -> dict[str, str]:
+        """Return the fronts of the catalogue, and why they don't answer."""
         command = [*LORADOCK, "fleet", "status", "--fleet", str(self.etcd.file), "--json"]
         found = subprocess.run(command, capture_output=True, text=True, check=True)
-        return [one["address"] for one in json.loads(found.stdout)["fronts"]]
+        return {one["address"]: one["problem"] for one in json.loads(found.stdout)["fronts"]}
 
     def complete(self, adapter: str = "adapter-0", http: httpx.Client | None = None) -> Answer:
         """Send one completion; the text of its answer is the port of the dock."""
