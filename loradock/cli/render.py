@@ -60,9 +60,15 @@ def event_line(item: EventItem) -> str:
         not_kept = f"events {item.expected} to {item.seq} are not kept any more"
         return f"{not_kept}; there were {len(item.adapters)} adapters after them"
     event = item.event
-    fields = (f"{name}={getattr(event, name)}" for name in event.__struct_fields__)
+    fields = (_event_field(name, getattr(event, name)) for name in event.__struct_fields__)
     line = f"{item.seq:>6}  {_clock(item.time_ns)}  {type(event).__name__:<20}  {' '.join(fields)}"
     return " ".join(line.splitlines())
+
+
+def _event_field(name: str, value: Any) -> str:
+    if name.endswith("_ns"):
+        return f"{name.removesuffix('_ns')}={duration(value // 1_000_000).replace(' ', '')}"
+    return f"{name}={value}"
 
 
 def ago(time_ns: int) -> str:
