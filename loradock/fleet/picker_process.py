@@ -97,6 +97,11 @@ async def _follow(
 
     async def docks() -> None:
         async for table in catalogue.follow(Dock):
+            if not table:
+                # All have stopped, or none of them reaches etcd: who serves is known from the
+                # docks themselves, and the last ones are better than none.
+                log.warning("no dock is in the catalogue; the last ones are kept")
+                continue
             following.set_docks(table)
             if files:
                 files.set_docks(table)

@@ -1,5 +1,6 @@
 """A front before three docks, all real processes: where requests go, and what a loss costs."""
 
+import asyncio
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from loradock.cli.main import app
+from loradock.fleet.catalogue import Catalogue
+from loradock.fleet.catalogue import Dock as CatalogueDock
 from loradock.fleet.envoy import RELAYED
 from loradock.messages.errors import ErrorCode
 from tests.support.fleet.etcd import free_ports
@@ -191,6 +194,23 @@ def test_without_the_picker_docks_take_turns(fleet: Fleet) -> None:
         wait_until(fleet.is_whole, clients.answers.__len__)
     assert clients.statuses().keys() == {200}
     assert after
+
+
+def test_docks_that_have_all_lost_their_leases_are_served(fleet: Fleet) -> None:
+    async def registered() -> int:
+        async with Catalogue(fleet.etcd.config) as catalogue:
+            return len(await catalogue.read(CatalogueDock))
+
+    for dock in fleet.docks:
+        os.kill(dock.child("member"), signal.SIGSTOP)
+    with Clients(fleet) as clients:
+        wait_until(lambda: asyncio.run(registered()) == 0, lambda: len(clients.answers))
+        clients.wait_for(40)
+        for dock in fleet.docks:
+            os.kill(dock.child("member"), signal.SIGCONT)
+        wait_until(lambda: asyncio.run(registered()) == 3, lambda: len(clients.answers))
+        clients.wait_for(40)
+    assert clients.statuses().keys() == {200}
 
 
 def asked(fleet: Fleet) -> Dock:
