@@ -7,12 +7,11 @@ import asyncio
 import sys
 
 from loradock.fleet.envoy import RELAYED
-from loradock.fleet.ext_proc import OVERWRITE_OR_ADD, ProcessingResponse
-from loradock.fleet.http2 import Server
+from loradock.fleet.ext_proc import OVERWRITE_OR_ADD, ProcessingResponse, start
 from loradock.fleet.processor import DESTINATION
 
 
-class Call:
+class Exchange:
     """Answers the first message of a request, without a look at it."""
 
     is_over = True
@@ -30,8 +29,8 @@ async def main(socket: str, address: str) -> None:
     header = {"key": DESTINATION, "raw_value": f"{RELAYED}{address}".encode()}
     change = {"set_headers": [{"header": header, "append_action": OVERWRITE_OR_ADD}]}
     answer = ProcessingResponse(request_headers={"response": {"header_mutation": change}})
-    call = Call(answer.SerializeToString())
-    await Server(lambda: call).start(f"unix:{socket}")
+    exchange = Exchange(answer.SerializeToString())
+    await start(f"unix:{socket}", lambda: exchange)
     await asyncio.Event().wait()
 
 

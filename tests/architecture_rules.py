@@ -62,7 +62,7 @@ ROOMS: Final = (
     _package(
         "fleet",
         "processes messages client gateway.http",
-        "cryptography envoy google httpx msgspec structlog",
+        "cryptography envoy google grpc httpx msgspec structlog",
     ),
     # Simulations of a log's traffic, and of workloads.
     _package(

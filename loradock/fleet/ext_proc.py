@@ -5,10 +5,13 @@ used; others are skipped. The package with all messages of Envoy, `xds-protos`, 
 OpenTelemetry's package, which then can't be imported.
 """
 
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, Protocol
 
+import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
 
+_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PACKAGE: Final = "loradock.ext_proc"
 
 # Modes of a body, and what a header does to another one of its name.
@@ -91,3 +94,44 @@ def _class_of(name: str) -> Any:
 ProcessingRequest: Final = _class_of("ProcessingRequest")
 ProcessingResponse: Final = _class_of("ProcessingResponse")
 """Made with one argument per field; a message can be a dictionary of its fields."""
+
+
+class Exchange(Protocol):
+    """The messages about one request of a client."""
+
+    is_over: bool
+    """Whether it has no more responses."""
+
+    def on_message(self, data: bytes) -> list[bytes]:
+        """Return the responses to a message; raises `ValueError` for one that is malformed."""
+
+
+async def start(address: str, begin: Callable[[], Exchange]) -> grpc.aio.Server:
+    """Return a server at `HOST:PORT` or `unix:PATH`, which begins an exchange for each request.
+
+    Raises `OSError` if the address can't be used.
+    """
+
+    async def process(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        exchange = begin()
+        async for message in messages:
+            try:
+                responses = exchange.on_message(message)
+            except ValueError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            for response in responses:
+                yield response
+            if exchange.is_over:
+                return
+
+    method = grpc.stream_stream_rpc_method_handler(process)
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(_SERVICE, {"Process": method})]
+    )
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    await server.start()
+    return server

@@ -10,11 +10,11 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from loradock.fleet import ext_proc
 from loradock.fleet.catalogue import Catalogue, Dock, Front, WantedAdapter
 from loradock.fleet.config import FleetConfig, FleetError, read_config
 from loradock.fleet.envoy import ADMIN_SOCKET, RELAYED, DockFiles
 from loradock.fleet.following import Following
-from loradock.fleet.http2 import Server
 from loradock.fleet.leases import Registration
 from loradock.fleet.picker import Picker
 from loradock.fleet.process import advertised_host, until_stopped
@@ -68,8 +68,8 @@ def main() -> int:
 
 async def _run(config: PickerConfig, fleet: FleetConfig) -> None:
     picker = Picker()
-    server = Server(Processor(picker, fleet.key, RELAYED if config.directory else "").begin)
-    await server.start(config.listen)
+    processor = Processor(picker, fleet.key, RELAYED if config.directory else "")
+    server = await ext_proc.start(config.listen, processor.begin)
     following = Following(picker, fleet.key)
     async with Catalogue(fleet) as catalogue:
         scheme = "https" if config.certificate else "http"
@@ -83,7 +83,7 @@ async def _run(config: PickerConfig, fleet: FleetConfig) -> None:
     if config.directory:
         await _drain(Path(config.directory))
     await following.close()
-    server.close()
+    await server.stop(0)
 
 
 async def _follow(
@@ -97,6 +97,11 @@ async def _follow(
 
     async def docks() -> None:
         async for table in catalogue.follow(Dock):
+            if not table:
+                # All have stopped, or none of them reaches etcd: who serves is known from the
+                # docks themselves, and the last ones are better than none.
+                log.warning("no dock is in the catalogue; the last ones are kept")
+                continue
             following.set_docks(table)
             if files:
                 files.set_docks(table)

@@ -1,5 +1,6 @@
 """A front before three docks, all real processes: where requests go, and what a loss costs."""
 
+import asyncio
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from loradock.cli.main import app
+from loradock.fleet.catalogue import Catalogue
+from loradock.fleet.catalogue import Dock as CatalogueDock
 from loradock.fleet.envoy import RELAYED
 from loradock.messages.errors import ErrorCode
 from tests.support.fleet.etcd import free_ports
@@ -144,13 +147,7 @@ def test_a_front_with_a_certificate_serves_https_alone(fleet: Fleet) -> None:
         with httpx.Client(
             base_url=f"https://127.0.0.1:{port}", timeout=HANG_S, verify=trusted, trust_env=False
         ) as http:
-
-            def serves() -> bool:
-                with suppress(httpx.ConnectError):
-                    return fleet.complete("adapter-1", http).status == 200
-                return False
-
-            wait_until(serves, front.log.read_text)
+            wait_until(lambda: fleet.serves(http), front.log.read_text)
         # Clients that trust others, or speak HTTP, get nothing.
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(f"https://127.0.0.1:{port}/live")
@@ -191,6 +188,23 @@ def test_without_the_picker_docks_take_turns(fleet: Fleet) -> None:
         wait_until(fleet.is_whole, clients.answers.__len__)
     assert clients.statuses().keys() == {200}
     assert after
+
+
+def test_docks_that_have_all_lost_their_leases_are_served(fleet: Fleet) -> None:
+    async def registered() -> int:
+        async with Catalogue(fleet.etcd.config) as catalogue:
+            return len(await catalogue.read(CatalogueDock))
+
+    for dock in fleet.docks:
+        os.kill(dock.child("member"), signal.SIGSTOP)
+    with Clients(fleet) as clients:
+        wait_until(lambda: asyncio.run(registered()) == 0, lambda: len(clients.answers))
+        clients.wait_for(40)
+        for dock in fleet.docks:
+            os.kill(dock.child("member"), signal.SIGCONT)
+        wait_until(lambda: asyncio.run(registered()) == 3, lambda: len(clients.answers))
+        clients.wait_for(40)
+    assert clients.statuses().keys() == {200}
 
 
 def asked(fleet: Fleet) -> Dock:
@@ -234,7 +248,7 @@ def test_a_front_that_is_stopped_ends_its_requests(fleet: Fleet) -> None:
     front = fleet.start_front(port)
     answers: list[Answer] = []
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as http:
-        wait_until(lambda: not _refuses(port) and fleet.complete("adapter-1", http).status == 200)
+        wait_until(lambda: fleet.serves(http))
         # Whichever dock gets the request.
         for dock in fleet.docks:
             dock.be_silent()

@@ -191,7 +191,7 @@ async def construct():
 asyncio.run(construct())
 loaded = {name.split(".")[0] for name in sys.modules}
 loaded |= {name for name in sys.modules if name.startswith("loradock.fleet")}
-print(*sorted(loaded & {"httpx", "google", "cryptography", "loradock.fleet"}))
+print(*sorted(loaded & {"grpc", "httpx", "google", "cryptography", "loradock.fleet"}))
 """
 
 

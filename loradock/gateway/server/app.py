@@ -54,9 +54,9 @@ from loradock.gateway.inference.responses import Responses
 from loradock.gateway.inference.tokens import TokenizerInfo, Tokens
 from loradock.gateway.metrics import Metrics
 from loradock.gateway.options import GatewayConfig, allows_updating
-from loradock.gateway.page import Page, Past
+from loradock.gateway.page import Page
 from loradock.gateway.server.gateway import Gateway
-from loradock.gateway.server.health import Health, Info
+from loradock.gateway.server.health import Health
 from loradock.messages import VERSION
 
 OPENAPI: Final = "3.1.0"
@@ -125,12 +125,10 @@ def _owners(gateway: Gateway) -> list[object]:
         *((TokenizerInfo(service),) if config.enable_tokenizer_info_endpoint else ()),
         ModelEndpoints(client, table, names, service.context),
         AdapterUpdates(client, gateway.follower, names),
-        Health(client, gateway.recorder),
-        Info(config),
+        Health(client, gateway.recorder, config),
         metrics,
-        Page(),
+        Page(client),
         gateway.live,
-        Past(client),
     ]
 
 

@@ -13,6 +13,7 @@ import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -24,7 +25,7 @@ from loradock.gateway.address import open_listener
 from loradock.gateway.options import GatewayConfig
 from loradock.gateway.server.app import create_app
 from loradock.gateway.server.gateway import Gateway, StartError
-from loradock.gateway.server.protocol import BoundedProtocol, Bounds, bounded_protocol
+from loradock.gateway.server.protocol import BoundedProtocol, Bounds
 from loradock.processes import process_log
 from loradock.processes.progress import Progress
 from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
@@ -189,16 +190,16 @@ def url_of(config: GatewayConfig, listener: socket.socket) -> str:
     return f"{'https' if config.ssl_certfile else 'http'}://{shown}:{port}/"
 
 
-def _protocol(config: GatewayConfig) -> type[BoundedProtocol]:
-    return bounded_protocol(
-        Bounds(
-            connections=config.connections_max,
-            head_bytes=config.header_bytes_max,
-            head_s=HEAD_TIMEOUT_S,
-            unread_s=UNREAD_TIMEOUT_S,
-            linger_s=LINGER_S,
-        )
+def _protocol(config: GatewayConfig) -> Any:
+    """Return what makes the protocol of a connection."""
+    bounds = Bounds(
+        connections=config.connections_max,
+        head_bytes=config.header_bytes_max,
+        head_s=HEAD_TIMEOUT_S,
+        unread_s=UNREAD_TIMEOUT_S,
+        linger_s=LINGER_S,
     )
+    return partial(BoundedProtocol, bounds)
 
 
 def _loop_runner() -> Callable[[Any], None]:
