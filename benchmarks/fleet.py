@@ -6,30 +6,37 @@ is measured and not an engine. The simulation is `benchmarks.fleet_simulation`.
 
 import asyncio
 import json
+import os
 import random
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
-from typing import Final
+from typing import Final, NamedTuple
+
+import httpx
 
 from benchmarks.figures import Figure
 from benchmarks.fleet_simulation import Result, Traffic, simulate
 from benchmarks.http_load import connections, post, rate, seconds
 from loradock.fleet.catalogue import WantedAdapter
 from loradock.fleet.picker import Load, Picker, Seen
-from tests.support.fleet.etcd import etcd
-from tests.support.fleet.fleets import Clients, Dock, Fleet
+from tests.support.fleet.etcd import etcd, free_ports
+from tests.support.fleet.fleets import Clients, Dock, Fleet, Process, pids_of_session
+from tests.support.fleet.proxies import Proxy
+from tests.support.waiting import wait_until
 
 _SEEDS: Final = range(4)
 _TRAFFIC: Final = Traffic(12_000, 160.0)
 _HOT: Final = Traffic(6_000, 1_000.0, hot=0.5)
-_REQUESTS: Final = 800
-_ROUNDS: Final = 5
+_REQUESTS: Final = 400
+_ROUNDS: Final = 15
 _CLIENTS: Final = 16
 _DOCKS: Final = 1_000
 _ADAPTERS: Final = 100_000
@@ -116,20 +123,7 @@ def _front() -> Iterator[Figure]:
         etcd(Path(name) / "etcd") as cluster,
         Fleet(cluster, Path(name)) as fleet,
     ):
-        home = fleet.dock_of(fleet.complete("adapter-0").text)
-        direct, through = asyncio.run(_latencies(home.port, fleet.port))
-        added_ms = (through - direct) * 1e3
-        yield Figure(
-            "fleet.added_p50", added_ms, "ms (p50) that the front adds, one client",
-            f"the dock directly: {direct * 1e3:.1f} ms", through / direct, "<= 2 ms",
-            added_ms <= 2.0,
-        )  # fmt: skip
-        direct, through = asyncio.run(_rates(home.port, fleet.port))
-        yield Figure(
-            "fleet.throughput", through, f"requests/s through the front, {_CLIENTS} clients",
-            f"the dock directly: {direct:.0f}/s", through / direct, "ratio >= 0.8",
-            through >= 0.8 * direct,
-        )  # fmt: skip
+        yield from _costs(fleet, Path(name))
         for number, what, bound_s in (
             (signal.SIGKILL, "killed", 1.0),
             (signal.SIGSTOP, "stopped", 6.0),
@@ -145,30 +139,108 @@ def _front() -> Iterator[Figure]:
             )  # fmt: skip
 
 
+class _Server(NamedTuple):
+    """Where requests are sent, and the processes that work for them, beside the clients."""
+
+    port: int
+    pids: list[int]
+
+
+class _Cost(NamedTuple):
+    """Medians of a server: seconds of one request, requests per second of many clients.
+
+    `processor_s`: seconds of processor time per request, of all processes and the clients.
+    """
+
+    latency_s: float
+    rate: float
+    processor_s: float
+
+
+def _costs(fleet: Fleet, directory: Path) -> Iterator[Figure]:
+    """Compare a front with a dock, with Envoy alone, and with a picker that does not choose."""
+    home = fleet.dock_of(fleet.complete("adapter-0").text)
+    own, front = pids_of_session(home.process.pid), pids_of_session(fleet.front.process.pid)
+    socket, (alone_port, bare_port) = directory / "bare.sock", free_ports(2)
+    command = [sys.executable, "-m", "benchmarks.fleet_bare_picker", str(socket), home.address]
+    with ExitStack() as stack:
+        pipe = {"pipe": {"path": str(socket)}}
+        bare = Process(command, directory / "bare.log")
+        stack.callback(bare.kill)
+        alone = Proxy(directory / "alone", alone_port, [home.address])
+        stack.callback(alone.kill)
+        asking = Proxy(directory / "asking", bare_port, [home.address], pipe)
+        stack.callback(asking.kill)
+        servers = {
+            "dock": _Server(home.port, own),
+            "alone": _Server(alone_port, [*own, alone.process.pid]),
+            "bare": _Server(bare_port, [*own, asking.process.pid, bare.process.pid]),
+            "front": _Server(fleet.port, [*own, *front]),
+        }
+        for port in (alone_port, bare_port):
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+                wait_until(lambda http=http: fleet.serves(http), what="a proxy")
+        costs = asyncio.run(_measure(servers))
+    yield from _figures(costs)
+
+
+def _figures(costs: dict[str, _Cost]) -> Iterator[Figure]:
+    dock, alone, bare, front = (costs[name] for name in ("dock", "alone", "bare", "front"))
+    added_ms = (front.latency_s - dock.latency_s) * 1e3
+    yield Figure(
+        "fleet.added_p50", added_ms, "ms (p50) that the front adds, one client",
+        f"the dock directly: {dock.latency_s * 1e3:.1f} ms; Envoy alone adds "
+        f"{(alone.latency_s - dock.latency_s) * 1e3:.2f}, and with a picker that does not choose "
+        f"{(bare.latency_s - dock.latency_s) * 1e3:.2f}",
+        front.latency_s / dock.latency_s, "<= 2 ms", added_ms <= 2.0,
+    )  # fmt: skip
+    yield Figure(
+        "fleet.throughput", front.rate, f"requests/s through the front, {_CLIENTS} clients",
+        f"the dock directly: {dock.rate:.0f}/s; Envoy alone {alone.rate / dock.rate:.2f} of that, "
+        f"and with a picker that does not choose {bare.rate / dock.rate:.2f}",
+        front.rate / dock.rate, "ratio >= 0.8", front.rate >= 0.8 * dock.rate,
+    )  # fmt: skip
+    ratio = front.processor_s / dock.processor_s
+    yield Figure(
+        "fleet.processor", front.processor_s * 1e6,
+        "µs of processor time per request through the front: clients, Envoy, picker, dock",
+        f"the dock directly: {dock.processor_s * 1e6:.0f} µs; Envoy alone "
+        f"{alone.processor_s / dock.processor_s:.2f} of that, and with a picker that does not "
+        f"choose {bare.processor_s / dock.processor_s:.2f}",
+        ratio, "ratio <= 1.25", ratio <= 1.25,
+    )  # fmt: skip
+
+
 def _request() -> bytes:
     body = {"model": "adapter-0", "prompt": "x", "max_tokens": 1}
     return post("/v1/completions", json.dumps(body).encode())
 
 
-async def _latencies(dock: int, front: int) -> tuple[float, float]:
-    found: dict[int, list[float]] = {dock: [], front: []}
-    for _ in range(_ROUNDS):
-        for port, times in found.items():
-            (connection,) = await connections(port, 1)
-            times.extend(await seconds(connection, _request(), 100))
-            connection.close()
-    return median(found[dock]), median(found[front])
-
-
-async def _rates(dock: int, front: int) -> tuple[float, float]:
-    found: dict[int, list[float]] = {dock: [], front: []}
-    for _ in range(_ROUNDS):
-        for port, rates in found.items():
-            opened = await connections(port, _CLIENTS)
-            rates.append(await rate(opened, _request(), _REQUESTS))
+async def _measure(servers: dict[str, _Server]) -> dict[str, _Cost]:
+    """Measure all servers in turns, so that each gets its share of what else runs here."""
+    found: dict[str, list[_Cost]] = {name: [] for name in servers}
+    for round_ in range(_ROUNDS + 1):
+        for name, server in servers.items():
+            opened = await connections(server.port, _CLIENTS)
+            latency_s = median(await seconds(opened[0], _request(), 100))
+            before = _processor_s(server.pids)
+            per_s = await rate(opened, _request(), _REQUESTS)
+            used_s = (_processor_s(server.pids) - before) / _REQUESTS
             for connection in opened:
                 connection.close()
-    return median(found[dock]), median(found[front])
+            # The first round opens the proxies' connections.
+            if round_:
+                found[name].append(_Cost(latency_s, per_s, used_s))
+    return {name: _Cost(*map(median, zip(*costs, strict=True))) for name, costs in found.items()}
+
+
+def _processor_s(pids: list[int]) -> float:
+    """Return the processor time of processes, and of this one, which is the clients'."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK") + time.process_time()
 
 
 def _loss(fleet: Fleet, dock: Dock, number: signal.Signals) -> tuple[float, float, int]:

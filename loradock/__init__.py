@@ -9,46 +9,15 @@ A name is imported on its first use, so a program that uses a client never impor
 subpackages may change between versions.
 """
 
+# The names of clients are listed in their package.
+# ruff: noqa: F403, F405
+
 from typing import TYPE_CHECKING, Final
 
 from loradock.messages import VERSION
 
 if TYPE_CHECKING:
-    from loradock.client import (
-        ERRORS,
-        AdapterConfigRefused,
-        AdapterDoesNotFit,
-        AdapterNotFound,
-        AsyncClient,
-        AsyncEventStream,
-        AsyncGeneration,
-        Classification,
-        Client,
-        Conflict,
-        DeviceOutOfMemory,
-        Embedding,
-        EngineGone,
-        EventStream,
-        Gap,
-        Generation,
-        HandlingFailed,
-        ImageSource,
-        LogUnavailable,
-        LoradockError,
-        Malformed,
-        NoRoom,
-        NotAllowed,
-        NotFinite,
-        NotResident,
-        NotServed,
-        Overloaded,
-        PathNotAllowed,
-        ServerStops,
-        Snapshot,
-        Structure,
-        Timing,
-        UnknownAdapter,
-    )
+    from loradock.client import *
     from loradock.engine.adapters import LoRAModel, LoRARequest, PEFTHelper
     from loradock.engine.config import AdapterBounds, EngineConfig, LoRAConfig
     from loradock.engine.errors import EngineError, ModelRefused

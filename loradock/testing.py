@@ -82,24 +82,19 @@ def _check_ranking(kind: type[Ranking]) -> None:
     for _ in range(_HISTORIES):
         count_max, size_bytes_max = generator.randint(1, 6), generator.randint(4, 20)
         caches = [Cache(kind(), count_max, size_bytes_max) for _ in range(2)]
-        for cache in caches:
-            cache.ranking.resize(count_max, size_bytes_max)
         for step in range(_ACCESSES):
             one = generator.randint(1, _CANDIDATES_MAX)
             if step == _ACCESSES // 2:
-                caches[1].ranking = _restored(kind, caches[1].ranking, count_max, size_bytes_max)
+                caches[1].ranking = _restored(kind, caches[1].ranking)
             cost_ns = generator.randint(1, 9)
             first, again = (cache.access(one, 1 + one % 4, cost_ns) for cache in caches)
             assert first == again, "equal calls led to another choice"  # noqa: S101
         _check_choices(caches[0].ranking, generator)
 
 
-def _restored(
-    kind: type[Ranking], ranking: Ranking, count_max: int, size_bytes_max: int
-) -> Ranking:
+def _restored(kind: type[Ranking], ranking: Ranking) -> Ranking:
     """Return a new ranking with the state of another."""
     data, made = msgspec.msgpack.encode(ranking.state()), kind()
-    made.resize(count_max, size_bytes_max)
     made.restore(msgspec.msgpack.decode(data, type=RankingState))
     assert made.digest() == ranking.digest_from_scratch(), "its state is not all"  # noqa: S101
     return made

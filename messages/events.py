@@ -50,12 +50,16 @@ class AdapterPinned(Message, frozen=True):
 
 
 class AdapterActivated(Message, frozen=True):
-    """The adapter is in a slot: gpu-slot. A duration of 0: an engine already had it there."""
+    """The adapter is in a slot: gpu-slot. A duration of 0: an engine already had it there.
+
+    `wait_ns`: how long the first of the requests that it is there for has waited; 0 without any.
+    """
 
     adapter: AdapterName
     slot: Slot
     generation: Generation
     duration_ns: int = 0
+    wait_ns: int = 0
 
 
 class AdapterDeactivated(Message, frozen=True):
@@ -138,22 +142,30 @@ class PolicyFailed(Message, frozen=True):
 
 
 class GenerationFinished(Message, frozen=True):
-    """Result of a generation; `adapter` is empty for the base model."""
+    """Result of a generation; `adapter` is empty for the base model.
+
+    `duration_ns`: the time since it was accepted, waits included.
+    """
 
     adapter: str
     outcome: str
     prompt_tokens: int
     output_tokens: int
+    duration_ns: int = 0
 
 
 class PoolingFinished(Message, frozen=True):
-    """Result of an `Embed` or `Classify` (`task`); `adapter` is empty for the base model."""
+    """Result of an `Embed` or `Classify` (`task`); `adapter` is empty for the base model.
+
+    `duration_ns`: the time since it was accepted, waits included.
+    """
 
     adapter: str
     task: str
     outcome: str
     inputs: int
     input_tokens: int
+    duration_ns: int = 0
 
 
 class ReportRefused(Message, frozen=True):

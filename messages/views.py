@@ -2,7 +2,7 @@
 
 from typing import Annotated, Final, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from loradock.messages.base import Value
 from loradock.messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
@@ -25,20 +25,8 @@ Vector = Annotated[bytes, Meta(max_length=1 << 22)]
 """A sequence of float32 numbers, little-endian."""
 
 
-class AdapterCounters(Value, frozen=True):
-    """Counts of an adapter's events under one name; durations in nanoseconds of recorded time.
-
-    `hits`: requests to use it that found it in a slot; `misses`: others. Loads, stagings and holds
-    only prepare it and are neither. `evictions`: how often a policy moved it down for others;
-    `evictions_caused`: how often it moved others down. `loads` to `deactivations` count how often
-    it entered and left each tier, `checks` complete checks of its files, `check_ns` to `write_ns`
-    how long the engine took for them. `wait_ns`: the time that requests to use it waited for it,
-    summed over requests. `stalls`, `stall_ns`: its waits for room that others used;
-    `stall_caused_ns`: waits of others that ended when it left. `unregistered_ns` to `gpu_slot_ns`:
-    the time that it was in each state. `served`: generations and poolings that ended, with their
-    tokens; `prefix_hits`: those that reused an earlier prompt's KV cache, for `prefix_tokens`
-    tokens.
-    """
+class CounterFields(Struct, array_like=True, gc=False):
+    """The fields of `AdapterCounters`, which describes them."""
 
     hits: int = 0
     misses: int = 0
@@ -71,6 +59,25 @@ class AdapterCounters(Value, frozen=True):
     output_tokens: int = 0
     prefix_hits: int = 0
     prefix_tokens: int = 0
+
+
+# The core counts in the same fields, which are frozen here.
+class AdapterCounters(  # type: ignore[misc]
+    CounterFields, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
+    """Counts of an adapter's events under one name; durations in nanoseconds of recorded time.
+
+    `hits`: requests to use it that found it in a slot; `misses`: others. Loads, stagings and holds
+    only prepare it and are neither. `evictions`: how often a policy moved it down for others;
+    `evictions_caused`: how often it moved others down. `loads` to `deactivations` count how often
+    it entered and left each tier, `checks` complete checks of its files, `check_ns` to `write_ns`
+    how long the engine took for them. `wait_ns`: the time that requests to use it waited for it,
+    summed over requests. `stalls`, `stall_ns`: its waits for room that others used;
+    `stall_caused_ns`: waits of others that ended when it left. `unregistered_ns` to `gpu_slot_ns`:
+    the time that it was in each state. `served`: generations and poolings that ended, with their
+    tokens; `prefix_hits`: those that reused an earlier prompt's KV cache, for `prefix_tokens`
+    tokens.
+    """
 
 
 class AdapterView(Value, frozen=True):

@@ -16,7 +16,6 @@ import msgspec
 from loradock.controller.server.access import RIGHT_OF
 from loradock.controller.server.event_stream import EVENTS_BEAT_NS
 from loradock.messages import wire
-from loradock.messages.base import Value
 from loradock.messages.commands import Command
 from loradock.messages.errors import MEANINGS
 from loradock.messages.events import Event, Published
@@ -287,7 +286,7 @@ def default_of(field: Any) -> str:
         return "-"
     if field.default is msgspec.NODEFAULT:
         return f"`{json.dumps(field.default_factory())}`"
-    if isinstance(field.default, Value):
+    if isinstance(field.default, msgspec.Struct):
         return "its defaults"
     value = field.default.value if isinstance(field.default, Enum) else field.default
     return f"`{json.dumps(value)}`"

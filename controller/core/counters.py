@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from loradock.messages import commands
 from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
+from loradock.messages.views import CounterFields
 
 S = TypeVar("S", bound=Struct)
 
@@ -27,43 +28,11 @@ def fast_assignment(kind: type[S]) -> type[S]:
 
 
 @fast_assignment
-class Counters(Struct, array_like=True, gc=False):
+class Counters(CounterFields, array_like=True, gc=False):
     """Counts of an adapter's events under one name; durations in nanoseconds of logical time.
 
     `loradock.messages.views.AdapterCounters` describes each field.
     """
-
-    hits: int = 0
-    misses: int = 0
-    prefetches: int = 0
-    failures: int = 0
-    evictions: int = 0
-    evictions_caused: int = 0
-    loads: int = 0
-    unloads: int = 0
-    stagings: int = 0
-    unstagings: int = 0
-    activations: int = 0
-    deactivations: int = 0
-    checks: int = 0
-    check_ns: int = 0
-    load_ns: int = 0
-    stage_ns: int = 0
-    write_ns: int = 0
-    wait_ns: int = 0
-    stalls: int = 0
-    stall_ns: int = 0
-    stall_caused_ns: int = 0
-    unregistered_ns: int = 0
-    evicted_ns: int = 0
-    cpu_cached_ns: int = 0
-    pinned_ns: int = 0
-    gpu_slot_ns: int = 0
-    served: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    prefix_hits: int = 0
-    prefix_tokens: int = 0
 
     @property
     def uses(self) -> int:

@@ -9,14 +9,14 @@ Which adapters are candidates, and when a victim is needed, is decided in `capac
   pageable memory, then in page-locked memory, then in slots. Adapters that were loaded and never
   used, however many, do not displace adapters in slots.
 - `none`: adapters leave by request only.
-- `fifo`, `sieve`, `gdsf`, `lrfu`, `adaptive`: rankings, which remember uses, sizes and costs; see
+- `fifo`, `sieve`, `gdsf`, `adaptive`: rankings, which remember uses, sizes and costs; see
   `rankings`. They choose among idle adapters; whose turn ends is decided as with `lru`.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Final, cast
 
-from loradock.controller.core.rankings import Adaptive, Fifo, Gdsf, Lrfu, Ranking, Sieve
+from loradock.controller.core.rankings import Adaptive, Fifo, Gdsf, Ranking, Sieve
 from loradock.controller.core.world import Adapter
 
 Policy = Callable[[Iterator[Adapter]], Adapter | None]
@@ -40,7 +40,6 @@ POLICIES: Final[dict[str, Policy | type[Ranking]]] = {
     "fifo": Fifo,
     "sieve": Sieve,
     "gdsf": Gdsf,
-    "lrfu": Lrfu,
     "adaptive": Adaptive,
 }
 """Policies by the name that `--policy` and a log's header use; plugins are added when needed."""

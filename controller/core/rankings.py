@@ -9,17 +9,17 @@ these calls alone: no clock, no randomness, and integers only, so that a replay 
   2024).
 - `Gdsf`: the lowest uses x cost / size, aged by what was evicted (GreedyDual-Size-Frequency,
   Cherkasova 1998).
-- `Lrfu`: the lowest sum of uses x cost / size, in which a use counts half after `HALF_LIFE` others
-  (Least Recently/Frequently Used, Lee et al., IEEE Transactions on Computers 2001).
-- `Adaptive`: as the one of its experts that would have loaded for the least time lately.
+- `Adaptive`: the lowest expected uses x cost / size, with uses that age (LRFU) at three paces, of
+  which it learns how much each tells about the traffic.
 
 The costs are nanoseconds that a return to the tier takes. Outside the controller, a `Cache` runs a
 ranking over a sequence of accesses.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
-from operator import itemgetter
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from operator import add, itemgetter, mul
 from typing import Any, Final
 
 from msgspec import Struct
@@ -34,37 +34,56 @@ Accepts = Callable[[AdapterId], bool]
 _adapter_of: Final = itemgetter(2)
 
 _PRECISION: Final = 1 << 20
-"""Units of `Gdsf` per nanosecond and byte, since priorities are integers."""
+"""Units of a worth per nanosecond and byte, since priorities are integers."""
 
 _PRIORITY_MAX: Final = 1 << 62
 
-_UNIT_SHIFT: Final = 16
-"""`Lrfu` counts uses and half-lives in units of 2**-16."""
+PACES: Final = (1, 4, 7, 10)
+"""The paces of `Adaptive`: with pace p, a use counts half after 2**p others."""
 
-_AGE_SHIFT: Final = 11
-"""`Adaptive` forgets 1/2048 of the experts' costs with every access."""
+_ONE: Final = 1 << 20
+"""The unit of probabilities and weights."""
 
-_LEAD_SHIFT: Final = 5
-"""Another expert leads once it costs less than 31/32 of the leader: changing has a price too."""
+_USES: Final = tuple(_ONE >> pace for pace in PACES)
+"""What a use adds to the sum of each pace, whose limit is a probability (but for a factor)."""
+
+_WEIGHT_MIN: Final = _ONE >> 8
+"""Lower bound of a pace's weight, so that it can be learned again."""
+
+_LEARNING_SHIFT: Final = 3
+"""A use that is learned from moves the weights by an eighth of the way."""
+
+_LOG_SHIFT: Final = 16
+
+HISTORY_MAX: Final = 4096
+"""Adapters outside a tier of which `Adaptive` knows the uses."""
 
 
 @fast_assignment
 class Entry(Struct, array_like=True, gc=False):
-    """One adapter of a tier, which leaves in the order of `priority` and `stamp`."""
+    """One adapter of a tier, which leaves in the order of `priority` and `stamp`.
+
+    `worth` is its cost per byte. `sums` are of `Adaptive`: its uses, aged until `stamp`.
+    """
 
     priority: int
     stamp: int
-    size_bytes: int
-    uses: int
+    worth: int
+    uses: int = 1
     visited: bool = False
+    sums: tuple[int, ...] = ()
 
 
 class RankingState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """The state of a ranking for a snapshot: everything that decides, entries by adapter."""
+    """The state of a ranking for a snapshot: everything that decides, entries by adapter.
+
+    `history` has adapters that are not in the tier, the one that is forgotten next first.
+    """
 
     numbers: dict[str, int]
     entries: dict[AdapterId, Entry]
-    experts: list["RankingState"] = []
+    weights: list[int] = []
+    history: dict[AdapterId, Entry] = {}
 
 
 class Ranking:
@@ -75,9 +94,6 @@ class Ranking:
     """
 
     NUMBERS: tuple[str, ...] = ("stamp",)
-
-    USE: int = 1
-    """What a use adds to `Entry.uses`."""
 
     def __init__(self) -> None:
         self.entries: DigestDict[AdapterId, Entry] = DigestDict()
@@ -96,8 +112,8 @@ class Ranking:
 
     def enter(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:
         """Record that an adapter is in the tier now."""
-        entry = Entry(0, self._next_stamp(), size_bytes, self.USE)
-        entry.priority = self._priority(entry, cost_ns)
+        entry = Entry(0, self._next_stamp(), _worth(size_bytes, cost_ns))
+        entry.priority = self._priority(entry)
         self.entries[adapter_id] = entry
         insort(self._order, (entry.priority, entry.stamp, adapter_id))
 
@@ -114,9 +130,6 @@ class Ranking:
     def choose(self, accepts: Accepts) -> AdapterId | None:
         """Return the same adapter and record that it was chosen; its departure follows."""
         return self.peek(accepts)
-
-    def resize(self, count_max: int, size_bytes_max: int) -> None:
-        """Set the tier's bounds, for those that simulate it."""
 
     def digest(self) -> Any:
         """Return a hashable summary of the state, equal for equal histories."""
@@ -146,15 +159,15 @@ class Ranking:
         """Return whether the order agrees with the entries."""
         return self._order == self.expected_order()
 
-    def _priority(self, _entry: Entry, _cost_ns: int) -> int:
+    def _priority(self, _entry: Entry) -> int:
         """Return the first part of an entry's place in the order."""
         return 0
 
-    def _replace(self, adapter_id: AdapterId, entry: Entry, cost_ns: int) -> None:
+    def _replace(self, adapter_id: AdapterId, entry: Entry) -> None:
         """Move an entry to the place that its priority has now, after others of that priority."""
         self._unplace(adapter_id, entry)
         entry.stamp = self._next_stamp()
-        entry.priority = self._priority(entry, cost_ns)
+        entry.priority = self._priority(entry)
         insort(self._order, (entry.priority, entry.stamp, adapter_id))
         self.entries.mark_changed(adapter_id)
 
@@ -181,7 +194,7 @@ class Lru(Ranking):
         """Move the adapter to the end of the order."""
         entry = self.entries.get(adapter_id)
         if entry is not None:
-            self._replace(adapter_id, entry, cost_ns)
+            self._replace(adapter_id, entry)
 
 
 class Sieve(Ranking):
@@ -256,12 +269,13 @@ class Gdsf(Ranking):
         super().__init__()
         self.inflation = 0
 
-    def use(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:  # noqa: ARG002
+    def use(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:
         """Count a use of an adapter in the tier."""
         entry = self.entries.get(adapter_id)
         if entry is not None:
             entry.uses += 1
-            self._replace(adapter_id, entry, cost_ns)
+            entry.worth = _worth(size_bytes, cost_ns)
+            self._replace(adapter_id, entry)
 
     def choose(self, accepts: Accepts) -> AdapterId | None:
         """Return the accepted adapter of the lowest priority, and age the others."""
@@ -270,45 +284,12 @@ class Gdsf(Ranking):
             self.inflation = max(self.inflation, self.entries[victim].priority)
         return victim
 
-    def _priority(self, entry: Entry, cost_ns: int) -> int:
-        worth = entry.uses * cost_ns * _PRECISION // max(1, entry.size_bytes)
-        return min(self.inflation + worth, _PRIORITY_MAX)
+    def _priority(self, entry: Entry) -> int:
+        return min(self.inflation + entry.uses * entry.worth, _PRIORITY_MAX)
 
 
-class Lrfu(Ranking):
-    """The adapter with the lowest sum of uses x cost / size leaves first; a use ages.
-
-    `Entry.uses` is the sum at `Entry.stamp`. All sums halve alike as time passes, so priorities are
-    logarithms of what the sums were at one time, and only a use changes its adapter's.
-    """
-
-    USE = 1 << _UNIT_SHIFT
-    HALF_LIFE: int = 256
-    """The uses of others after which a use counts half."""
-
-    def use(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:  # noqa: ARG002
-        """Add a use to what is left of the earlier ones."""
-        entry = self.entries.get(adapter_id)
-        if entry is not None:
-            halvings, rest = divmod(self.stamp + 1 - entry.stamp, self.HALF_LIFE)
-            # 2**-x is linear between whole numbers here, as its inverse is in `_log2`.
-            aged = entry.uses - entry.uses * rest // (2 * self.HALF_LIFE)
-            entry.uses = self.USE + (aged >> halvings)
-            self._replace(adapter_id, entry, cost_ns)
-
-    def _priority(self, entry: Entry, cost_ns: int) -> int:
-        worth = entry.uses * cost_ns * _PRECISION // max(1, entry.size_bytes)
-        return (entry.stamp << _UNIT_SHIFT) // self.HALF_LIFE + _log2(worth)
-
-
-def _log2(value: int) -> int:
-    """Return the logarithm in units of 2**-16, linear between powers of two; 0 for 0."""
-    whole = max(0, value.bit_length() - 1)
-    return (whole << _UNIT_SHIFT) + ((value << _UNIT_SHIFT) >> whole) - (1 << _UNIT_SHIFT)
-
-
-class _ShortLrfu(Lrfu):
-    HALF_LIFE = 16
+def _worth(size_bytes: int, cost_ns: int) -> int:
+    return cost_ns * _PRECISION // max(1, size_bytes)
 
 
 class Cache:
@@ -320,6 +301,7 @@ class Cache:
 
     def __init__(self, ranking: Ranking, count_max: int, size_bytes_max: int) -> None:
         self.ranking = ranking
+        self.sizes: dict[AdapterId, int] = {}
         self.size_bytes = self.loads = self.cost_ns = 0
         self.resize(count_max, size_bytes_max)
 
@@ -337,6 +319,7 @@ class Cache:
             return []
         left = self._evict(1, size_bytes)
         ranking.enter(adapter_id, size_bytes, cost_ns)
+        self.sizes[adapter_id] = size_bytes
         self.size_bytes += size_bytes
         return left
 
@@ -347,7 +330,7 @@ class Cache:
 
     def remove(self, adapter_id: AdapterId) -> None:
         """Remove an adapter without choosing it."""
-        self.size_bytes -= self.ranking.entries[adapter_id].size_bytes
+        self.size_bytes -= self.sizes.pop(adapter_id)
         self.ranking.leave(adapter_id)
 
     def _evict(self, places: int, size_bytes: int) -> list[AdapterId]:
@@ -365,122 +348,138 @@ class Cache:
         return left
 
 
-class Adaptive(Lru):
-    """Whatever the expert evicts that costs least lately: LRU, GDSF or LRFU of two half-lives.
+class Adaptive(Ranking):
+    """The adapter with the fewest expected uses x cost / size leaves first.
 
-    Each expert runs a `Cache` of the tier's size on all uses, as if it alone had decided. What the
-    leader has evicted leaves first, and the tier becomes what the leader would have there (Blum and
-    Burch, On-line learning and the metrical task system problem, 1997).
+    Uses age at several paces: they count half after 2, 16, 128 or 1,024 others (Least Recently/
+    Frequently Used, Lee et al., IEEE Transactions on Computers 2001). From each pace follows a
+    probability that the next use is of an adapter. What counts is their mean, weighted by how well
+    each pace foretold the uses so far (on-line expectation maximisation, Cappe and Moulines 2009).
+    Uses of adapters that are not in the tier count too: `history` has them until they return or are
+    forgotten.
+
+    The order is by the slowest pace alone, since only a use of an adapter changes its place there.
     """
-
-    NUMBERS = ("stamp", "leader")
-    EXPERTS: Final[tuple[type[Ranking], ...]] = (Lru, Gdsf, _ShortLrfu, Lrfu)
 
     def __init__(self) -> None:
         super().__init__()
-        self.leader = 0
-        self.experts: Final = [Cache(kind(), 0, 0) for kind in self.EXPERTS]
-        # For each expert, what is in the tier and not in its cache: the least recently used first.
-        self._strays: list[list[tuple[int, AdapterId]]] = [[] for _ in self.experts]
+        self.weights = [_ONE // len(PACES)] * len(PACES)
+        self.history: DigestDict[AdapterId, Entry] = DigestDict()
 
     def use(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:
-        """Let the experts decide, and choose the leader by their costs."""
-        if not size_bytes:
-            # Not checked yet: its entry is its first use that an expert can admit.
-            return
+        """Learn from a use, and add it to what is left of the earlier ones."""
         entry = self.entries.get(adapter_id)
         if entry is not None:
-            self._drop_stray(adapter_id, entry)
-        super().use(adapter_id, size_bytes, cost_ns)
-        for place, expert in enumerate(self.experts):
-            expert.cost_ns -= expert.cost_ns >> _AGE_SHIFT
-            self._add_strays(place, expert.access(adapter_id, size_bytes, cost_ns) or ())
-            if adapter_id not in expert.ranking:
-                self._add_strays(place, (adapter_id,))
-        costs = [expert.cost_ns for expert in self.experts]
-        best = costs.index(min(costs))
-        if costs[best] + (costs[best] >> _LEAD_SHIFT) < costs[self.leader]:
-            self.leader = best
+            self._unplace(adapter_id, entry)
+            self._count(entry)
+            self._place(adapter_id, entry, _worth(size_bytes, cost_ns))
+            self.entries.mark_changed(adapter_id)
+            return
+        entry = self.history.get(adapter_id)
+        if entry is None:
+            entry = self._remember(adapter_id, self._unused())
+        self._count(entry)
+        self.history.mark_changed(adapter_id)
 
     def enter(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:
-        """Record that an adapter is in the tier now, a use unless an expert knows it."""
-        super().enter(adapter_id, size_bytes, cost_ns)
-        without = [place for place, one in enumerate(self.experts) if adapter_id not in one.ranking]
-        for place in without:
-            self._add_strays(place, (adapter_id,))
-        if len(without) == len(self.experts):
-            self.use(adapter_id, size_bytes, cost_ns)
+        """Record that an adapter is in the tier now, with its earlier uses."""
+        entry = self.entries[adapter_id] = self._recall(adapter_id)
+        self._place(adapter_id, entry, _worth(size_bytes, cost_ns))
 
     def leave(self, adapter_id: AdapterId) -> None:
-        """Record that an adapter has left the tier; the experts can have it still."""
-        self._drop_stray(adapter_id, self.entries[adapter_id])
+        """Record that an adapter has left the tier, and remember its uses."""
+        entry = self.entries[adapter_id]
         super().leave(adapter_id)
+        self._remember(adapter_id, entry)
 
     def peek(self, accepts: Accepts) -> AdapterId | None:
-        """Return what the leader does not have, otherwise what it would evict next."""
-        strays = map(itemgetter(1), self._strays[self.leader])
-        found = next(filter(accepts, strays), None)
-        if found is None:
-            leader = self.experts[self.leader].ranking
-            found = leader.peek(lambda one: one in self.entries and accepts(one))
+        """Return the accepted adapter with the lowest mean."""
+        found, lowest = None, 0
+        slowest = self.weights[-1]
+        for adapter_id in filter(accepts, self):
+            entry = self.entries[adapter_id]
+            age = self.stamp - entry.stamp
+            # A lower bound for this adapter and all that follow.
+            slow = slowest * _aged(entry.sums[-1], age, PACES[-1]) * entry.worth
+            if found is not None and slow >= lowest:
+                break
+            aged = map(_aged, entry.sums, repeat(age), PACES)
+            mean = sum(map(mul, self.weights, aged)) * entry.worth
+            if found is None or mean < lowest:
+                found, lowest = adapter_id, mean
         return found
 
-    def resize(self, count_max: int, size_bytes_max: int) -> None:
-        """Set the bounds of the experts' caches."""
-        for place, expert in enumerate(self.experts):
-            self._add_strays(place, expert.resize(count_max, size_bytes_max))
-
     def digest(self) -> Any:
-        """Return a summary of the state and of the experts' states."""
-        experts = [(expert.cost_ns, expert.ranking.digest()) for expert in self.experts]
-        return super().digest(), experts
+        """Return a summary of the state with the weights and the history."""
+        return super().digest(), tuple(self.weights), str(self.history.digest())
 
     def digest_from_scratch(self) -> Any:
         """Return the same summary without using remembered hashes."""
-        caches = self.experts
-        return super().digest_from_scratch(), [
-            (cache.cost_ns, cache.ranking.digest_from_scratch()) for cache in caches
-        ]
+        history = str(self.history.digest_from_scratch())
+        return super().digest_from_scratch(), tuple(self.weights), history
 
     def state(self) -> RankingState:
-        """Return the state with the experts' states, each with its cost."""
+        """Return the state with the weights and the history."""
         state = super().state()
-        for expert in self.experts:
-            expert_state = expert.ranking.state()
-            expert_state.numbers["cost_ns"] = expert.cost_ns
-            state.experts.append(expert_state)
+        state.weights, state.history = self.weights, dict(self.history)
         return state
 
     def restore(self, state: RankingState) -> None:
-        """Continue from the state of another ranking, under the same bounds."""
+        """Continue from the state of another ranking."""
         super().restore(state)
-        for expert, expert_state in zip(self.experts, state.experts, strict=True):
-            expert.cost_ns = expert_state.numbers.pop("cost_ns")
-            expert.ranking.restore(expert_state)
-            expert.size_bytes = sum(e.size_bytes for e in expert_state.entries.values())
-        self._strays = self._expected_strays()
+        self.weights = state.weights
+        self.history = DigestDict.of(state.history.items())
 
-    def is_consistent(self) -> bool:
-        """Return whether the orders agree with the entries, and the strays with the experts."""
-        are_consistent = all(expert.ranking.is_consistent() for expert in self.experts)
-        has_strays = self._strays == self._expected_strays()
-        return super().is_consistent() and are_consistent and has_strays
+    def _count(self, entry: Entry) -> None:
+        """Age an entry's uses, learn from how likely one more was, and add it."""
+        stamp = self._next_stamp()
+        aged = list(map(_aged, entry.sums, repeat(stamp - 1 - entry.stamp), PACES))
+        # One of four uses is enough to learn from.
+        if stamp & 3 == 0:
+            self._learn(list(map(mul, self.weights, aged)))
+        entry.stamp, entry.sums = stamp, tuple(map(add, aged, _USES))
 
-    def _expected_strays(self) -> list[list[tuple[int, AdapterId]]]:
-        own = self.entries.items()
-        return [
-            sorted((entry.stamp, one) for one, entry in own if one not in expert.ranking)
-            for expert in self.experts
-        ]
+    def _learn(self, parts: list[int]) -> None:
+        """Move the weights towards the parts that the paces had in the probability of a use."""
+        whole = sum(parts)
+        if whole:
+            self.weights = [
+                max(_WEIGHT_MIN, weight + (part * _ONE // whole - weight >> _LEARNING_SHIFT))
+                for weight, part in zip(self.weights, parts, strict=True)
+            ]
 
-    def _add_strays(self, place: int, adapters: Iterable[AdapterId]) -> None:
-        """Add those of the adapters that are in the tier to an expert's strays."""
-        for adapter_id in adapters:
-            if adapter_id in self.entries:
-                insort(self._strays[place], (self.entries[adapter_id].stamp, adapter_id))
+    def _place(self, adapter_id: AdapterId, entry: Entry, worth: int) -> None:
+        entry.worth = worth
+        # Sums of one pace halve alike as time passes, so the logarithm at time 0 is fixed.
+        entry.priority = (entry.stamp << _LOG_SHIFT >> PACES[-1]) + _log2(entry.sums[-1] * worth)
+        insort(self._order, (entry.priority, entry.stamp, adapter_id))
 
-    def _drop_stray(self, adapter_id: AdapterId, entry: Entry) -> None:
-        for place, expert in enumerate(self.experts):
-            if adapter_id not in expert.ranking:
-                strays = self._strays[place]
-                del strays[bisect_left(strays, (entry.stamp, adapter_id))]
+    def _recall(self, adapter_id: AdapterId) -> Entry:
+        """Take an adapter out of the history."""
+        entry = self.history.get(adapter_id)
+        if entry is None:
+            return self._unused()
+        del self.history[adapter_id]
+        return entry
+
+    def _remember(self, adapter_id: AdapterId, entry: Entry) -> Entry:
+        """Put an adapter into the history, and forget the one that has been there for longest."""
+        self.history[adapter_id] = entry
+        if len(self.history) > HISTORY_MAX:
+            del self.history[next(iter(self.history))]
+        return entry
+
+    def _unused(self) -> Entry:
+        return Entry(0, self.stamp, 0, sums=(0,) * len(PACES))
+
+
+def _aged(total: int, age: int, pace: int) -> int:
+    """Return what is left of uses after `age` others; 2**-x is linear between integers here."""
+    rest = age & (1 << pace) - 1
+    return total - (total * rest >> pace + 1) >> (age >> pace)
+
+
+def _log2(value: int) -> int:
+    """Return the logarithm in units of 2**-16, linear between powers of two; 0 for 0."""
+    whole = max(0, value.bit_length() - 1)
+    return (whole << _LOG_SHIFT) + ((value << _LOG_SHIFT) >> whole) - (1 << _LOG_SHIFT)

@@ -125,9 +125,8 @@ def _on_unstaged(context: Context, adapter: Adapter) -> None:
 
 
 def _on_written(context: Context, adapter: Adapter) -> None:
-    activated = events.AdapterActivated(
-        adapter.name, adapter.slot, adapter.generation, context.step_ns(adapter)
-    )
+    times_ns = context.step_ns(adapter), waiting.longest_wait_ns(context, adapter)
+    activated = events.AdapterActivated(adapter.name, adapter.slot, adapter.generation, *times_ns)
     context.publish_if_current(adapter, activated)
 
 
@@ -261,7 +260,8 @@ def _on_generation_ended(
     adapter = _adapter_of(context, pending)
     name = None if adapter is None else adapter.name
     reason, prompt, output = report.finish_reason, report.prompt_tokens, report.output_tokens
-    context.publish(events.GenerationFinished(name or "", reason, prompt, output))
+    duration_ns = context.world.time_ns - pending.arrived_ns
+    context.publish(events.GenerationFinished(name or "", reason, prompt, output, duration_ns))
     reply = requests.GenerationDone(request_id, name, reason, prompt, output)
     context.count_served(adapter, prompt, output, report.prefix_tokens)
     _end_request(context, request_id, pending, reply)
@@ -276,7 +276,8 @@ def _on_pooling_ended(context: Context, operation: Operation, report: reports.Po
     task = cast("commands.StartPooling", operation.command).task
     counts = (report.inputs, report.input_tokens)
     context.count_served(adapter, report.input_tokens)
-    context.publish(events.PoolingFinished(name or "", task, "done", *counts))
+    duration_ns = context.world.time_ns - pending.arrived_ns
+    context.publish(events.PoolingFinished(name or "", task, "done", *counts, duration_ns))
     done = requests.PoolingDone(request_id, name, task, *counts)
     _end_request(context, request_id, pending, done)
 
@@ -313,17 +314,18 @@ def _on_request_failed(
     if isinstance(operation.command, commands.StartInference):
         adapter = _adapter_of(context, pending)
         name = "" if adapter is None else adapter.name
-        context.publish(_failure_event(operation.command, name, report.code))
+        duration_ns = context.world.time_ns - pending.arrived_ns
+        context.publish(_failure_event(operation.command, name, report.code, duration_ns))
     refused = requests.Refused(request_id, report.code, report.message)
     _end_request(context, request_id, pending, refused)
 
 
 def _failure_event(
-    command: commands.StartInference, name: str, code: ErrorCode
+    command: commands.StartInference, name: str, code: ErrorCode, duration_ns: int
 ) -> events.GenerationFinished | events.PoolingFinished:
     if isinstance(command, commands.StartPooling):
-        return events.PoolingFinished(name, command.task, code, 0, 0)
-    return events.GenerationFinished(name, code, 0, 0)
+        return events.PoolingFinished(name, command.task, code, 0, 0, duration_ns)
+    return events.GenerationFinished(name, code, 0, 0, duration_ns)
 
 
 _ON_REQUEST_REPORT: Final[dict[type, Callable[[Context, Operation, Any], None]]] = {

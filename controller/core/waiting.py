@@ -112,6 +112,16 @@ def end_waiting(
         _end_if_unused(context, adapter)
 
 
+def longest_wait_ns(context: Context, adapter: Adapter) -> int:
+    """Return how long the first of the uses that wait has waited; suspended ones have begun."""
+    world = context.world
+    for request_id in adapter.waiters:
+        pending = world.pending_requests[request_id]
+        if pending.kind in USES and not pending.op:
+            return world.time_ns - pending.arrived_ns
+    return 0
+
+
 def end_suspension(context: Context, adapter: Adapter, request_id: RequestId) -> None:
     """Remove a suspended request from the waiters; the last of a retired version ends it."""
     stop_waiting(context, adapter, request_id)

@@ -6,6 +6,7 @@ leads to the same digest anywhere. Only `Controller` and the modules that it cal
 
 import heapq
 from collections import OrderedDict
+from itertools import product
 from operator import attrgetter
 from typing import Final, Literal
 
@@ -18,6 +19,7 @@ from loradock.controller.core.counters import Counters, fast_assignment
 from loradock.controller.core.indexes import TIERS, DigestDict, LruOrder, TierName, TierQueues
 from loradock.controller.core.limits import Limits, window_bounds
 from loradock.controller.core.rankings import Ranking
+from loradock.controller.states.table import RESIDENCY_LEVEL
 from loradock.messages.commands import Operation as OperationCommand
 from loradock.messages.commands import PreemptSlot, StartGeneration, StartPooling
 from loradock.messages.ids import (
@@ -69,12 +71,25 @@ STATES_HOLDING: Final[dict[TierName, tuple[AdapterState, ...]]] = {
 }
 """The states that use a tier, those that are cheapest to return from first."""
 
-_MOVES_TO: Final[dict[TierName, tuple[tuple[str, str], ...]]] = {
-    "host": (("load_ns", "loads"), ("stage_ns", "stagings"), ("write_ns", "activations")),
-    "pinned": (("stage_ns", "stagings"), ("write_ns", "activations")),
-    "device": (("write_ns", "activations"),),
+
+def _tiers_between(without: AdapterState, holding: AdapterState) -> tuple[TierName, ...]:
+    return tuple(
+        t for t, states in STATES_HOLDING.items() if holding in states and without not in states
+    )
+
+
+_CROSSED: Final = {
+    (before, after): (_tiers_between(after, before), _tiers_between(before, after))
+    for before, after in product(RESIDENCY_LEVEL, repeat=2)
 }
-"""The counters of the operations that bring an adapter back into a slot from outside a tier."""
+"""The tiers that an adapter leaves, and those that it enters, between two states."""
+
+_MOVES_UP: Final[tuple[tuple[TierName, str, str], ...]] = (
+    ("device", "write_ns", "activations"),
+    ("pinned", "stage_ns", "stagings"),
+    ("host", "load_ns", "loads"),
+)
+"""The counters of the operation that brings an adapter into a tier, from the slots down."""
 
 NO_PRIORITY: Final = 1 << 62
 """The priority of an adapter that nothing waits for: after every other."""
@@ -341,52 +356,44 @@ class World:
         if self.engine is not None:
             device.count_max = min(limits.max_loras, self.engine.max_loras)
             device.size_bytes_max = min(limits.device_bytes_max, self.engine.device_bytes_max)
-        self.resize_rankings()
 
     def rank_by(self, kind: type[Ranking] | None) -> None:
         """Let a ranking of this kind order each tier from now on; None: no ranking."""
-        self.rankings = {} if kind is None else {tier: kind() for tier in TIERS}
         self.policy_failure = ""
-        self.resize_rankings()
-        resident = [a for a in self.adapters.values() if a.state in RESIDENT]
-        for adapter in sorted(resident, key=attrgetter("lru_stamp")):
-            self.rank(adapter, UNREGISTERED)
+        self.rankings = {} if kind is None else {tier: kind() for tier in TIERS}
+        if self.rankings:
+            resident = [a for a in self.adapters.values() if a.state in RESIDENT]
+            for adapter in sorted(resident, key=attrgetter("lru_stamp")):
+                self.rank(adapter, UNREGISTERED)
 
     def rank(self, adapter: Adapter, before: AdapterState) -> None:
         """Record in the rankings that an adapter has left state `before`."""
-        for tier, ranking in self.rankings.items():
-            states = STATES_HOLDING[tier]
-            if before in states and adapter.state not in states:
-                ranking.leave(adapter.id)
-            elif adapter.state in states and before not in states:
-                ranking.enter(adapter.id, adapter.blob_bytes, self.return_cost_ns(adapter, tier))
+        left, entered = _CROSSED[before, adapter.state]
+        for tier in left:
+            self.rankings[tier].leave(adapter.id)
+        if entered:
+            costs_ns = self.return_costs_ns(adapter)
+            for tier in entered:
+                self.rankings[tier].enter(adapter.id, adapter.blob_bytes, costs_ns[tier])
 
     def rank_use(self, adapter: Adapter) -> None:
         """Record a request for an adapter in the rankings."""
+        costs_ns = self.return_costs_ns(adapter)
         for tier, ranking in self.rankings.items():
-            ranking.use(adapter.id, adapter.blob_bytes, self.return_cost_ns(adapter, tier))
+            ranking.use(adapter.id, adapter.blob_bytes, costs_ns[tier])
 
-    def return_cost_ns(self, adapter: Adapter, tier: TierName) -> int:
-        """Return how long the adapter takes to be in a slot again once it has left a tier.
+    def return_costs_ns(self, adapter: Adapter) -> dict[TierName, int]:
+        """Return how long the adapter takes to be in a slot again once it has left each tier.
 
         That is the mean of its operations, or of all adapters' if it had none.
         """
-        own, totals, cost_ns = adapter.counters, self.totals, 1
-        for duration, count in _MOVES_TO[tier]:
+        own, totals = adapter.counters, self.totals
+        cost_ns, costs_ns = 1, {}
+        for tier, duration, count in _MOVES_UP:
             counters = own if getattr(own, count) else totals
             cost_ns += getattr(counters, duration) // max(1, getattr(counters, count))
-        return cost_ns
-
-    def resize_rankings(self) -> None:
-        """Set the bounds of the rankings to those of their tiers."""
-        host, pinned = self.tiers["host"], self.tiers["pinned"]
-        for name, ranking in self.rankings.items():
-            tier = self.tiers[name]
-            size_bytes_max = tier.size_bytes_max
-            if tier is host:
-                # What is staged is on the host too, and charged there.
-                size_bytes_max += pinned.size_bytes_max
-            ranking.resize(tier.count_max, size_bytes_max)
+            costs_ns[tier] = cost_ns
+        return costs_ns
 
     def current(self, name: str) -> Adapter | None:
         """Return the version that a name stands for now, None for an unknown name."""

@@ -5,6 +5,7 @@ whose snapshot has them evicted, with their goals, so that the first engine to a
 again. Numbers continue, so neither an engine nor a subscriber of the old log sees one twice.
 """
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -24,10 +25,10 @@ from loradock.controller.core.limits import (
 from loradock.controller.core.world import RESIDENT, Adapter, World
 from loradock.controller.log.format import CHAIN_START, ChainLink, LogError, frame_header
 from loradock.controller.log.policies import PolicyUnknownError, check_policy
-from loradock.controller.log.replay import ReplayResult, replay, replay_approximately
+from loradock.controller.log.replay import replay, replay_approximately
 from loradock.controller.log.segments import LogPosition, segment_path, walk
 from loradock.controller.log.snapshots import take_snapshot, write_snapshot
-from loradock.controller.log.storage import DISK, Storage, write_file
+from loradock.controller.log.storage import DISK, write_file
 from loradock.messages.ids import (
     EVICTED,
     UNREGISTERED,
@@ -109,12 +110,11 @@ class ImportRefusedError(LogError):
     """A document that can't be imported, or a place where it can't be imported to."""
 
 
-def export_state(directory: Path, storage: Storage = DISK) -> ExportedState:
+def export_state(directory: Path) -> ExportedState:
     """Return the state of the log in `directory`; raises `LogError` and `LimitsError`."""
-    rules = {segment.header.rules for segment in walk(directory, storage=storage)}
+    rules = {segment.header.rules for segment in walk(directory)}
     is_own = rules == {RULES}
-    result: ReplayResult
-    result = replay(directory, storage=storage) if is_own else replay_approximately(directory)
+    result = replay(directory) if is_own else replay_approximately(directory)
     controller = result.controller
     if controller is None:
         raise LogError(f"{directory}: the log is empty")
@@ -162,26 +162,24 @@ def decode_export(data: bytes) -> ExportedState:
         raise ImportRefusedError(f"it is not an export that this version reads: {error}") from error
 
 
-def import_state(directory: Path, state: ExportedState, storage: Storage = DISK) -> Seq:
+def import_state(directory: Path, state: ExportedState) -> Seq:
     """Make the log in `directory`, which must not exist; return its snapshot's record number.
 
     After an error or a crash there is no log, or all of it. Raises `LogError` and `OSError`.
     """
-    if storage.is_directory(directory) and storage.names(directory):
+    if directory.is_dir() and any(directory.iterdir()):
         raise ImportRefusedError(f"{directory} has files already; import into another directory")
     controller = _controller(state)
     draft = directory.with_name(f"{directory.name}.import")
-    if storage.is_directory(draft):
-        for name in storage.names(draft):
-            storage.remove(draft / name)
-    storage.make_directory(draft)
+    shutil.rmtree(draft, ignore_errors=True)
+    DISK.make_directory(draft)
     seq = controller.world.seq
     link = ChainLink(seq, controller.world.epoch, CHAIN_START.checksum)
-    write_snapshot(draft, take_snapshot(controller, LogPosition(seq, 0, link)), storage)
+    write_snapshot(draft, take_snapshot(controller, LogPosition(seq, 0, link)))
     header = Header(FORMAT, RULES, state.policy, limits_to(controller.limits), seq + 1)
-    write_file(segment_path(draft, seq + 1), frame_header(header, link)[0], storage)
-    storage.rename(draft, directory)
-    storage.sync_directory(directory.parent)
+    write_file(segment_path(draft, seq + 1), frame_header(header, link)[0])
+    DISK.rename(draft, directory)
+    DISK.sync_directory(directory.parent)
     return seq
 
 

@@ -18,7 +18,6 @@ from loradock.controller.log.segments import (
     EVENTS_NAME,
     NO_SYNC_FAILED,
     REPAIRING,
-    NumberedRecord,
     Verdict,
     check_files,
     is_of_log,
@@ -154,13 +153,9 @@ def compact(directory: Path, retention: Retention, storage: Storage = DISK) -> S
 
 def record_at(directory: Path, seq: Seq, storage: Storage = DISK) -> Record:
     """Return a record; raises `RecordNotFoundError` and `LogError`."""
-    return _find(directory, seq, storage)[2]
-
-
-def _find(directory: Path, seq: Seq, storage: Storage) -> NumberedRecord:
-    for found in read(directory, seq, storage=storage):
-        if found[0] == seq:
-            return found
+    for number, _, record in read(directory, seq, storage=storage):
+        if number == seq:
+            return record
         break
     raise RecordNotFoundError(f"{directory}: record {seq} is not in the log")
 
@@ -172,12 +167,12 @@ def skip(directory: Path, seq: Seq, storage: Storage = DISK) -> Seq:
     writes the log, and `RecordNotFoundError` for a record that can't be skipped.
     """
     with _opened(directory, storage) as log:
-        record = _find(directory, seq, storage)[2]
+        record = record_at(directory, seq, storage)
         if isinstance(record.input, InputSkipped):
             raise RecordNotFoundError(f"{directory}: record {seq} is itself the skip of another")
         _check_base(directory, seq, storage)
         drop_snapshots(directory, seq, storage)
-        last_ns = _last_time_ns(directory, log.next_seq - 1, storage)
+        last_ns = record_at(directory, log.next_seq - 1, storage).time_ns
         skipped = InputSkipped(seq, getattr(record.input, "request_id", ""))
         return log.append([Record(last_ns, skipped)], log.recovered.epoch)
 
@@ -191,10 +186,6 @@ def _check_base(directory: Path, seq: Seq, storage: Storage) -> None:
             f"{directory}: record {seq} can't be skipped: every snapshot contains it, and the log "
             f"before record {first} was dropped"
         )
-
-
-def _last_time_ns(directory: Path, seq: Seq, storage: Storage) -> int:
-    return _find(directory, seq, storage)[2].time_ns
 
 
 def _opened(directory: Path, storage: Storage) -> Log:

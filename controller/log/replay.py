@@ -275,15 +275,15 @@ def records_ahead(directory: Path, until: Seq | None = None, *, from_start: bool
     return end - max(seq for seq in begins if seq <= end)
 
 
-def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResult:
+def replay_approximately(directory: Path) -> ReplayResult:
     """Replay a whole log of any rules, without comparing its digests.
 
     The current ones are used: the state can differ from the one at that time in what they changed.
     """
     replayer = _Replayer(None, None, checked=False)
-    replayer.skips = skipped_inputs(directory, storage)
+    replayer.skips = skipped_inputs(directory)
     with without_garbage_collection():
-        _replay_segments(replayer, walk_from_start(directory, storage), any_rules=True)
+        _replay_segments(replayer, walk_from_start(directory), any_rules=True)
     return replayer.result(None, ())
 
 

@@ -171,7 +171,6 @@ def restore_world(world: World, data: bytes) -> None:
     derive(world)
     if world.policy_failure:
         world.rankings = {}
-    world.resize_rankings()
     for tier, ranking in world.rankings.items():
         ranking.restore(state.rankings[tier])
 

@@ -30,8 +30,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         str,
         option(
             "Which adapter is evicted when space is needed: lru (the least recently used), "
-            "adaptive (as whichever of LRU, GDSF and LRFU costs least lately), gdsf (fewest uses "
-            "x load time / size), lrfu (the same with uses that age), sieve, fifo, cheapest-first "
+            "adaptive (fewest expected uses x load time / size, learned from the requests), gdsf "
+            "(the same with the uses so far), sieve, fifo, cheapest-first "
             "(the least recently used of those that are cheapest to load again: slots last) or "
             "none (evict nothing).",
             metavar="NAME",

@@ -123,15 +123,13 @@ class RemoteGuard:
     def __init__(
         self,
         descriptors_max: int,
-        count: Callable[[], int] = open_descriptors,
-        bytes_max: Mapping[int, int] | None = None,
-        read: dict[int, int] | None = None,
+        bytes_max: Mapping[int, int],
+        read: dict[int, int],
     ) -> None:
         self._high = descriptors_max
-        self._count = count
         self._until_count = 0
-        self._bytes_max = bytes_max or {}
-        self._read = {} if read is None else read
+        self._bytes_max = bytes_max
+        self._read = read
         # The peers of the connections by descriptor: its number can be used again.
         self._peers: dict[int, object] = {}
         self._trim_at_s = 0.0
@@ -177,7 +175,7 @@ class RemoteGuard:
         self._until_count -= len(descriptors)
         if not descriptors or self._until_count > 0:
             return
-        count = self._count()
+        count = open_descriptors()
         self._until_count = max(1, self._high - count)
         if count >= self._high:
             log.warning("too many connections: remote ones are ended", descriptors=count)

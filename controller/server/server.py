@@ -440,8 +440,9 @@ class Server:
     def _refuse_group(self, group: list[GroupInput], why: str) -> None:
         """Refuse a group that could not be logged; keep the server's own inputs."""
         now = time.monotonic_ns()
-        if now >= self._log_retry_ns:
+        if not self._health.error:
             log.error("the log can't be written; serving reads only", error=why)
+        if now >= self._log_retry_ns:
             self._log_retry_ns = now + LOG_RETRY_NS
         self._health.on_refused(why, now)
         self._link.forget_unlogged(now)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 import zmq
@@ -144,9 +144,8 @@ class Transport:
         addresses = remote_addresses(self._remote_address)
         listener = Listener(addresses, self._pair, self.access, is_remote=True)
         self._add(_REMOTE, listener)
-        guard = RemoteGuard(
-            _descriptors_high()[0] // 2, bytes_max=listener.unread_bytes_max(), read=listener.read
-        )
+        high = _descriptors_high()[0] // 2
+        guard = RemoteGuard(high, listener.unread_bytes_max(), listener.read)
         self._guards.append(GuardThread((guard,), listener.accepted().wait))
 
     def _close_remote(self) -> None:
@@ -334,19 +333,11 @@ def _send(socket: "zmq.Socket[bytes]", peer: bytes, frame: bytes) -> None:
         return
 
 
-class Tracker(Protocol):
-    """Reports whether a reply has left this process."""
-
-    @property
-    def done(self) -> bool:
-        """True if ZeroMQ has released the reply."""
-
-
 class UnreadReplies:
     """Long replies that were sent and have not left this process."""
 
     def __init__(self) -> None:
-        self._sent: dict[bytes, deque[tuple[Tracker, int]]] = {}
+        self._sent: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         self._bytes: dict[bytes, int] = {}
         self.size_bytes = 0
 
@@ -366,7 +357,7 @@ class UnreadReplies:
             and self.size_bytes + size_bytes <= UNREAD_BYTES_MAX
         )
 
-    def add(self, client: bytes, tracker: Tracker, size_bytes: int) -> None:
+    def add(self, client: bytes, tracker: zmq.MessageTracker, size_bytes: int) -> None:
         """Count a reply that was sent.
 
         A client that has disconnected sends nothing more, so all clients are examined in turn.

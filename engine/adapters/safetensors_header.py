@@ -94,6 +94,9 @@ def parse_header(header: bytes, file_bytes: int, bounds: AdapterBounds) -> list[
         tensors = [_tensor(name, entry, data_start, bounds) for name, entry in entries.items()]
         tensors.sort(key=lambda tensor: tensor.start)
         _check_contiguous(tensors, data_start, file_bytes)
+    except AdapterUnsound:
+        # A file that is cut off has a sound header.
+        raise
     except ValueError as error:
         raise AdapterUnsound(f"the weights file's header is malformed: {error}") from None
     return tensors

@@ -161,6 +161,12 @@ def _available(ctx: typer.Context, roots: list[Path] | None) -> list[Available]:
 
     last = None if settings_of(ctx).address else read_last_run(directory_of(ctx))
     found = roots or (last.adapter_roots if last else ())
+    if last and last.model and not found:
+        raise CommandError(
+            ExitCode.NOT_FOUND,
+            "the server was started without --adapter-root, and loads no adapters",
+            "start it with --adapter-root DIRECTORY, or look below one with --adapter-root here",
+        )
     if not found:
         raise CommandError(
             ExitCode.NOT_FOUND,

@@ -31,7 +31,7 @@ _HELP: Final = """\
 /system [TEXT]   set the system prompt, or remove it
 /clear           forget all messages
 /show            print all messages
-/quit            end; so does Ctrl-D. Ctrl-C stops an answer
+/quit            end; so does Ctrl-D. Ctrl-C stops an answer, or drops the line
 """
 
 app = typer.Typer()
@@ -59,10 +59,12 @@ def chat(  # noqa: PLR0913, PLR0917 - one parameter per option
     """
     output = output_of(ctx, as_json)
     text = read_model_text(ctx, model, chat_template)
+    text.check_chat()
     fields = {**sampling.fields(), "n": 1, "timeout_s": timeout}
     with open_client(ctx) as client:
         dialogue = Dialogue(client, text, output, fields)
-        dialogue.adapter, dialogue.system = adapter, system
+        dialogue.use(adapter)
+        dialogue.system = system
         _follow(dialogue, output, settings_of(ctx).context)
 
 
@@ -78,6 +80,12 @@ def _follow(dialogue: "Dialogue", output: "Output", context: str) -> None:
             line = input(dialogue.prompt(context) if is_interactive else "")
         except EOFError:
             return
+        except KeyboardInterrupt:
+            # It can come when an answer has just ended: the conversation stays.
+            if not is_interactive:
+                raise
+            output.note("\nCtrl-D ends the chat")
+            continue
         if line.strip() == "/quit":
             return
         try:
@@ -102,6 +110,12 @@ class Dialogue:
         self._fields = fields
         self._messages: list[Message] = []
 
+    def use(self, adapter: str | None) -> None:
+        """Use an adapter for the next answers, None for the base model; it must be known."""
+        if adapter is not None:
+            self._client.show(adapter)
+        self.adapter = adapter
+
     def prompt(self, context: str) -> str:
         """Return what a person sees before a message: the server's name and the adapter."""
         return f"{context + ':' if context else ''}{self.adapter or 'base model'}> "
@@ -113,7 +127,7 @@ class Dialogue:
             case "":
                 pass
             case "/adapter":
-                self.adapter = rest.strip() or None
+                self.use(rest.strip() or None)
             case "/system":
                 self.system = rest.strip()
             case "/clear":

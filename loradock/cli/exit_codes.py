@@ -82,7 +82,7 @@ HINTS: Final[dict[ErrorCode, str]] = {
     ErrorCode.MALFORMED: "correct the named value; `loradock COMMAND --help` states what "
     "is allowed",
     ErrorCode.NOT_ALLOWED: "use a key that is allowed and has this right; `loradock keys list` "
-    "on the server shows the rights of all keys",
+    "on the server shows the rights of all keys, and the file for --server-key",
     ErrorCode.LOG_UNAVAILABLE: "free disk space on the file system of the server's directory",
     ErrorCode.OVERLOADED: "try again in a moment, or raise the named limit with `loradock "
     "config set`",

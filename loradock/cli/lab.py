@@ -40,7 +40,7 @@ class LabOptions(Struct, frozen=True, kw_only=True):
             flag="--policies",
             metavar="NAMES",
         ),
-    ] = "fifo,lru,sieve,gdsf,lrfu,adaptive"
+    ] = "fifo,lru,sieve,gdsf,adaptive"
     memory: Annotated[
         float,
         option("Memory, as a share of the bytes of all adapters.", ge=0.001, le=1, metavar="SHARE"),

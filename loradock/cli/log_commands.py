@@ -240,7 +240,7 @@ def _readable_value(value: Any) -> str:
         case True | False:
             return "yes" if value else "no"
         case dict():
-            return ", ".join(f"{name} {_readable_value(item)}" for name, item in value.items())
+            return "\n".join(f"{name}: {_readable_value(item)}" for name, item in value.items())
         case tuple():
             return ", ".join(_readable_value(item) for item in value) or "none"
     return str(value)

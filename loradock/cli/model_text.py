@@ -59,16 +59,20 @@ class ModelText:
         """Return the text of a token, quoted."""
         return repr(self._tokenizer.token_text(token))
 
-    def prompt_of(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens of a chat; raises `CommandError`."""
-        from loradock.gateway.inference.chat_template import ChatTemplate, TemplateError
-
+    def check_chat(self) -> None:
+        """Raise `CommandError` if there is no chat template."""
         if not self._files.sources.default:
             raise CommandError(
                 ExitCode.NOT_FOUND,
                 self._files.templates.problem or "the model has no chat template",
                 "name a file with --chat-template, or use `loradock generate` without --chat",
             )
+
+    def prompt_of(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens of a chat; raises `CommandError`."""
+        from loradock.gateway.inference.chat_template import ChatTemplate, TemplateError
+
+        self.check_chat()
         tokens = self._tokenizer.special_tokens
         try:
             template = ChatTemplate(self._files.sources.default, tokens)

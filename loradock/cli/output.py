@@ -18,7 +18,7 @@ from typing import IO, Any, Final, Self
 import msgspec
 from rich.box import SIMPLE
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -120,7 +120,7 @@ def field_table(fields: dict[str, str]) -> Table:
     return table
 
 
-Renderable = Table | FittingTable | str
+Renderable = Table | FittingTable | Group | str
 
 
 def plain(value: Any) -> Any:

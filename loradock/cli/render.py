@@ -60,9 +60,15 @@ def event_line(item: EventItem) -> str:
         not_kept = f"events {item.expected} to {item.seq} are not kept any more"
         return f"{not_kept}; there were {len(item.adapters)} adapters after them"
     event = item.event
-    fields = (f"{name}={getattr(event, name)}" for name in event.__struct_fields__)
+    fields = (_event_field(name, getattr(event, name)) for name in event.__struct_fields__)
     line = f"{item.seq:>6}  {_clock(item.time_ns)}  {type(event).__name__:<20}  {' '.join(fields)}"
     return " ".join(line.splitlines())
+
+
+def _event_field(name: str, value: Any) -> str:
+    if name.endswith("_ns"):
+        return f"{name.removesuffix('_ns')}={duration(value // 1_000_000).replace(' ', '')}"
+    return f"{name}={value}"
 
 
 def ago(time_ns: int) -> str:
@@ -197,12 +203,13 @@ def availability(found: Sequence[Available], states: Mapping[str, str]) -> list[
             one.name,
             str(one.rank) if one.rank else "-",
             format_size(one.size_bytes),
-            "; ".join(filter(None, (states.get(one.name, "not loaded"), one.problem))),
+            states.get(one.name, "not loadable" if one.problem else "not loaded"),
             one.path,
         )
         for one in found
     )
-    return [FittingTable(("adapter", "rank", "size", "state", "path"), rows)]
+    table = FittingTable(("adapter", "rank", "size", "state", "path"), rows)
+    return [table, *(safe(f"{one.name}: {one.problem}") for one in found if one.problem)]
 
 
 def state_text(view: AdapterView) -> str:

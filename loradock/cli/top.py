@@ -7,10 +7,9 @@ never old moments.
 # Heavy modules are imported when a command runs: help and completion answer at once.
 # ruff: noqa: PLC0415
 
-import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, get_args
 
 import typer
@@ -20,7 +19,7 @@ from loradock.messages.ids import NO_SLOT, AdapterState
 from loradock.messages.options import format_size
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Group, RenderableType
 
     from loradock.client import Client
     from loradock.messages.requests import AdaptersListed, StatusShown
@@ -56,19 +55,13 @@ def top(
         if as_json:
             output.document({"status": reading.status, "adapters": reading.listed.adapters})
         elif once:
-            _print(reading)
+            output.show(screen(None, reading))
         else:
             _follow(client, reading, interval)
 
 
 def _read(client: "Client") -> Reading:
     return Reading(time.monotonic(), client.status(), client.list())
-
-
-def _print(reading: Reading) -> None:
-    from loradock.cli.output import console
-
-    console(sys.stdout).print(screen(None, reading))
 
 
 def _follow(client: "Client", reading: Reading, interval_s: float) -> None:
@@ -81,16 +74,12 @@ def _follow(client: "Client", reading: Reading, interval_s: float) -> None:
             live.update(screen(before, reading), refresh=True)
 
 
-def screen(before: Reading | None, reading: Reading) -> "RenderableType":
+def screen(before: Reading | None, reading: Reading) -> "Group":
     """Return one screen; rates are those since `before`."""
     from rich.console import Group
 
-    return Group(
-        _headline(before, reading),
-        _tiers(reading.status),
-        _slots(reading),
-        _waiting(reading),
-    )
+    tables = (*_tiers(reading.status), *_slots(reading), *_waiting(reading))
+    return Group(_headline(before, reading), *tables)
 
 
 def _headline(before: Reading | None, reading: Reading) -> "RenderableType":
@@ -136,18 +125,18 @@ def _sums(reading: Reading) -> dict[str, int]:
     }
 
 
-def _tiers(status: "StatusShown") -> "RenderableType":
+def _tiers(status: "StatusShown") -> "Iterator[RenderableType]":
     rows = []
     for tier in status.tiers:
         share = tier.size_bytes / tier.size_bytes_max if tier.size_bytes_max else 0.0
         filled = round(share * _BAR_CELLS)
         bar = "#" * filled + "." * (_BAR_CELLS - filled)
         size = f"{format_size(tier.size_bytes)} of {format_size(tier.size_bytes_max)}"
-        rows.append((tier.name, bar, f"{tier.count} of {tier.count_max}", size))
-    return _table(("tier", "memory", "adapters", ""), rows)
+        rows.append((tier.name, f"{tier.count} of {tier.count_max}", size, bar))
+    return _table(("tier", "adapters", "memory", "share"), rows)
 
 
-def _slots(reading: Reading) -> "RenderableType":
+def _slots(reading: Reading) -> "Iterator[RenderableType]":
     views = [view for view in reading.listed.adapters if view.slot != NO_SLOT]
     # With more slots than lines, the used slots are of interest.
     views.sort(key=lambda view: (-view.leases, view.slot))
@@ -158,35 +147,27 @@ def _slots(reading: Reading) -> "RenderableType":
             str(view.rank),
             format_size(view.device_bytes),
             str(view.leases),
-            "held" if view.held else "",
+            "yes" if view.held else "",
         )
         for view in sorted(views[:_ROWS_MAX], key=lambda view: view.slot)
     ]
-    return _table(("slot", "adapter", "rank", "size", "requests", ""), rows, len(views))
+    return _table(("slot", "adapter", "rank", "size", "requests", "held"), rows, len(views))
 
 
-def _waiting(reading: Reading) -> "RenderableType":
+def _waiting(reading: Reading) -> "Iterator[RenderableType]":
     from loradock.cli.render import state_text
 
     views = [view for view in reading.listed.adapters if view.waiting]
     views.sort(key=lambda view: (-view.waiting, view.adapter))
-    rows = [(view.adapter, state_text(view), str(view.waiting)) for view in views[:_ROWS_MAX]]
-    return _table(("waited for", "state", "requests"), rows, len(views))
+    rows = [(str(view.waiting), view.adapter, state_text(view)) for view in views[:_ROWS_MAX]]
+    return _table(("waiting", "adapter", "state"), rows, len(views))
 
 
 def _table(
     columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: int = 0
-) -> "RenderableType":
-    from rich.box import SIMPLE
-    from rich.table import Table
+) -> "Iterator[RenderableType]":
+    from loradock.cli.output import FittingTable
 
-    from loradock.cli.output import safe
-
-    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1))
-    for column in columns:
-        table.add_column(column, overflow="ellipsis", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(safe, row))
+    yield FittingTable(columns, rows, kept=2)
     if total > len(rows):
-        table.caption = f"and {total - len(rows)} more"
-    return table
+        yield f"and {total - len(rows)} more"

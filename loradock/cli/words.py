@@ -58,6 +58,9 @@ ANSWERS: Final[Mapping[str, str]] = {
     "run-batch": "`loradock bench` measures many requests; a program sends its own with "
     "`loradock.AsyncClient`",
     "health": "`loradock ready --timeout 0` checks once that the server can serve",
+    "version": "`loradock --version` prints it, `loradock status` the server's",
+    "metrics": "`loradock serve --http HOST:PORT` has them at /metrics; `loradock top` shows the "
+    "most important",
     "ping": "`loradock ready --timeout 0` checks once that the server can serve",
     "swap": "`loradock load ADAPTER --path DIRECTORY --replace` replaces the content of a name",
 }

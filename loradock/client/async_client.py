@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -219,22 +219,9 @@ class AsyncPort(Port):
 _UNLIMITED: "AbstractContextManager[None]" = nullcontext()
 
 
-class _Subscription:
-    def __init__(self, socket: "zmq.asyncio.Socket") -> None:
-        self._socket = socket
-
-    @property
-    def closed(self) -> bool:
-        """Return whether `close` was called."""
-        return self._socket.closed
-
+class _Subscription(Subscription):
     async def receive(self, timeout_s: float) -> bytes | None:
         """Return the next frame; None if none arrives in that time."""
         if not await self._socket.poll(max(0, math.ceil(timeout_s * 1000))):
             return None
-        frame: Any = await self._socket.recv()
-        return bytes(frame)
-
-    def close(self) -> None:
-        """End it."""
-        self._socket.close()
+        return bytes(await self._socket.recv())

@@ -165,9 +165,9 @@ class Client(Blocking[Methods]):
     client's key pair, `key`, and that of the controller's public key, `server_key`. `timeout_s` is
     the default time limit of a request, `generation_timeout_s` that of inference. Nothing is sent
     before the first call. A controller that starts again is waited for. `EngineGone` is raised for
-    a directory of other files, and after two seconds for one in which no server ever was;
-    `NotAllowed` if a remote server refuses the keys. A call raises `RuntimeError` while another
-    thread is in one, and in a forked process.
+    a directory of other files, and after two seconds for one in which no server ever was or an
+    address at which none answers; `NotAllowed` if a remote server refuses the keys. A call raises
+    `RuntimeError` while another thread is in one, and in a forked process.
     """
 
     def __init__(  # noqa: PLR0913 - named options
@@ -325,21 +325,9 @@ class BlockingPort(Port):
         """Do nothing: `wait` looks after each exchange."""
 
 
-class _Subscription:
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
-        self._socket = socket
-
-    @property
-    def closed(self) -> bool:
-        """Return whether `close` was called."""
-        return self._socket.closed
-
+class _Subscription(Subscription):
     async def receive(self, timeout_s: float) -> bytes | None:
         """Return the next frame; None if none arrives in that time."""
         if not self._socket.poll(max(0, math.ceil(timeout_s * 1000))):
             return None
-        return self._socket.recv(zmq.NOBLOCK)
-
-    def close(self) -> None:
-        """End it."""
-        self._socket.close()
+        return bytes(self._socket.recv(zmq.NOBLOCK))

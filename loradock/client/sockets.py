@@ -186,8 +186,19 @@ def remote_failure(connection: Connection) -> EngineGone | NotAllowed | None:
             other = "its key is not the one of --server-key, or it is no LoRADock server"
             return NotAllowed(f"{address} is another server: {other}")
         case zmq.EVENT_CONNECT_RETRIED:
-            return EngineGone(f"nothing listens at {address}")
+            known = f"nothing listens at {address}"
+            unknown = f"the host of {address} is not known: its name can't be resolved"
+            return EngineGone(known if _has_host(address) else unknown)
     return EngineGone(f"{address} did not answer within {REMOTE_S:g} s")
+
+
+def _has_host(address: str) -> bool:
+    """Return whether the host of `tcp://HOST:PORT` has an address."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        return bool(os_socket.getaddrinfo(host.strip("[]"), port))
+    except OSError:
+        return False
 
 
 def _first_event(monitor: "zmq.Socket[Any]") -> tuple[int, int]:
@@ -206,18 +217,21 @@ def _first_event(monitor: "zmq.Socket[Any]") -> tuple[int, int]:
 
 
 def check_place(connection: Connection) -> None:
-    """Raise an error for a place where no server can ever answer this client.
+    """Raise an error for a place where no server can answer this client.
 
-    `NotAllowed` for a remote server that refuses the keys, `EngineGone` for a directory without a
-    server's files: at once if it contains others, otherwise after `FIRST_START_S`.
+    `NotAllowed` for a remote server that refuses the keys, `EngineGone` for an address without a
+    server after `FIRST_START_S`, and for a directory without a server's files: at once if it
+    contains others, otherwise after that time.
     """
+    end_s = time.monotonic() + FIRST_START_S
     if connection.keys is not None:
-        failure = remote_failure(connection)
-        if isinstance(failure, NotAllowed):
-            raise failure
+        # One that is started again refuses connections for a moment.
+        while failure := remote_failure(connection):
+            if isinstance(failure, NotAllowed) or time.monotonic() >= end_s:
+                raise failure
+            time.sleep(_RECONNECT_MS / 1000)
         return
     directory = _directory_of(connection)
-    end_s = time.monotonic() + FIRST_START_S
     while not _SERVER_FILES & (found := _names_in(directory)):
         if found or time.monotonic() >= end_s:
             raise EngineGone(silence_reason(connection))

@@ -6,9 +6,10 @@ stream, or a `Gap` or a `Snapshot` in place of missing events.
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Final, Protocol, Self
+from typing import Any, Final, Self
 
 from msgspec import Struct
 
@@ -154,18 +155,24 @@ class EventCursor:
         self._frame_seq = 0
 
 
-class Subscription(Protocol):
-    """A subscription to published events."""
+class Subscription(ABC):
+    """A subscription to published events, by a socket of ZeroMQ."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
 
     @property
     def closed(self) -> bool:
         """Return whether `close` was called."""
+        return bool(self._socket.closed)
 
+    @abstractmethod
     async def receive(self, timeout_s: float) -> bytes | None:
         """Return the next frame; None if none arrives in that time."""
 
     def close(self) -> None:
         """End it."""
+        self._socket.close()
 
 
 class AsyncEventStream:

@@ -22,7 +22,7 @@ LEASE_S: Final = 5
 
 _CALL_TIMEOUT: Final = httpx.Timeout(2.0)
 # A watch that is idle for as long is begun again, where it stopped: its connection can be dead.
-_WATCH_TIMEOUT: Final = httpx.Timeout(2.0, read=10.0)
+_WATCH_TIMEOUT: Final = httpx.Timeout(2.0, read=LEASE_S)
 _RETRY_S: Final = 0.5
 
 log = structlog.get_logger("fleet")
@@ -41,9 +41,10 @@ class Dock(Struct, frozen=True):
 
 
 class Front(Struct, frozen=True):
-    """A front of the fleet: where its HTTP clients connect."""
+    """A front of the fleet: where its HTTP clients connect, and its certificate, if it has one."""
 
     address: str
+    certificate: str = ""
 
 
 class WantedAdapter(Struct, frozen=True):
@@ -224,7 +225,7 @@ class Catalogue:
         url = f"{self._members[0]}/v3/watch"
         # A member that has no leader ends the watch, so that another one is asked.
         headers = {"Grpc-Metadata-hasleader": "true"}
-        content = msgspec.json.encode(body)
+        content, has_begun = msgspec.json.encode(body), False
         try:
             async with self._http.stream(
                 "POST", url, content=content, headers=headers, timeout=_WATCH_TIMEOUT
@@ -233,10 +234,11 @@ class Catalogue:
                     watched = _decode(line.encode(), _WatchLine).result
                     if watched is None or (watched.canceled and not watched.compact_revision):
                         break
+                    has_begun = True
                     yield watched
-        except httpx.ReadTimeout:
-            return
         except (httpx.HTTPError, OSError) as error:
+            if has_begun and isinstance(error, httpx.ReadTimeout):
+                return
             self._skip_member()
             raise CatalogueError(f"{url}: {error or type(error).__name__}") from error
         self._skip_member()

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from loradock.fleet.processor import DESTINATION
+from loradock.fleet.processor import DESTINATION, MODEL, NAMESPACE
 from loradock.gateway.http.errors import CODE_HEADER
 from loradock.messages.errors import ErrorCode
 
@@ -32,7 +32,6 @@ _OWN_FILES: Final = (
 _TYPE: Final = "type.googleapis.com/envoy"
 _DOCKS: Final = "docks"
 _RELAY: Final = "relay"
-_OURS: Final = "loradock"
 _CLUSTERS: Final = "clusters.json"
 _ENDPOINTS: Final = "docks.json"
 
@@ -52,19 +51,20 @@ class DockFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._docks: set[str] = set()
-        self._left: set[str] = set()
+        # Former docks, and when they are forgotten.
+        self._left: dict[str, asyncio.TimerHandle] = {}
 
     def set_docks(self, docks: Iterable[str]) -> None:
         """Send new requests to these docks only."""
-        docks = {*docks}
-        left = self._docks - docks
-        self._docks, self._left = docks, (self._left | left) - docks
-        write_docks(self._directory, docks, self._left)
-        for address in left:
-            asyncio.get_running_loop().call_later(LINGER_S, self._forget, address)
+        loop, before, self._docks = asyncio.get_running_loop(), self._docks, {*docks}
+        for address in self._left.keys() & self._docks:
+            self._left.pop(address).cancel()
+        for address in before - self._docks:
+            self._left[address] = loop.call_later(LINGER_S, self._forget, address)
+        write_docks(self._directory, self._docks, self._left)
 
     def _forget(self, address: str) -> None:
-        self._left.discard(address)
+        del self._left[address]
         write_docks(self._directory, self._docks, self._left)
 
 
@@ -121,6 +121,7 @@ def _listener(host: str, port: int, tls: tuple[str, str] | None) -> dict[str, An
         stream_idle_timeout="0s",
         route_config={"virtual_hosts": [_route()]},
         http_filters=[
+            _model_of_body(),
             _external_processing(),
             _extension("router", "filters.http.router.v3.Router"),
         ],
@@ -172,6 +173,44 @@ def _retries() -> dict[str, Any]:
     }
 
 
+def _model_of_body() -> dict[str, Any]:
+    """Return the filter that reads the model from a body, so that the picker needs no body.
+
+    Its parser takes a hundred times a body's bytes at worst, so it reads those that declare a
+    length of up to five digits; others are sent to the picker.
+    """
+    rule = {
+        "selectors": [{"key": MODEL}],
+        "on_present": {"metadata_namespace": NAMESPACE, "key": MODEL},
+    }
+    reader = _extension(
+        "model",
+        "filters.http.json_to_metadata.v3.JsonToMetadata",
+        request_rules={"rules": [rule], "allow_empty_content_type": True},
+    )
+    length = {
+        "name": "length",
+        "typed_config": {
+            "@type": f"{_TYPE}.type.matcher.v3.HttpRequestHeaderMatchInput",
+            "header_name": "content-length",
+        },
+    }
+    is_short = {
+        "single_predicate": {
+            "input": length,
+            "value_match": {"safe_regex": {"google_re2": {}, "regex": "[0-9]{1,5}"}},
+        }
+    }
+    skip = {"action": _extension("skip", "filters.common.matcher.action.v3.SkipFilter")}
+    matcher = {"predicate": {"not_matcher": is_short}, "on_match": skip}
+    return _extension(
+        "model",
+        "common.matching.v3.ExtensionWithMatcher",
+        extension_config=reader,
+        xds_matcher={"matcher_list": {"matchers": [matcher]}},
+    )
+
+
 def _external_processing() -> dict[str, Any]:
     return _extension(
         "picker",
@@ -180,12 +219,14 @@ def _external_processing() -> dict[str, Any]:
         # Without the picker, docks are taken in turn.
         failure_mode_allow=True,
         message_timeout="1s",
+        # For a body that the filter before has not read.
         allow_mode_override=True,
+        metadata_options={"forwarding_namespaces": {"untyped": [NAMESPACE]}},
         # The header has to be sent: with SKIP, Envoy ignores the choice.
         processing_mode={
             "request_header_mode": "SEND",
             "response_header_mode": "SKIP",
-            "request_body_mode": "BUFFERED",
+            "request_body_mode": "NONE",
             "response_body_mode": "NONE",
             "request_trailer_mode": "SKIP",
             "response_trailer_mode": "SKIP",
@@ -213,7 +254,7 @@ def _docks(directory: Path) -> dict[str, Any]:
         "transport_socket": _extension(
             _RELAY,
             "transport_sockets.internal_upstream.v3.InternalUpstreamTransport",
-            passthrough_metadata=[{"name": _OURS, "kind": {"host": {}}}],
+            passthrough_metadata=[{"name": NAMESPACE, "kind": {"host": {}}}],
             transport_socket=_extension("raw", "transport_sockets.raw_buffer.v3.RawBuffer"),
         ),
     }
@@ -223,12 +264,12 @@ def _relayed(address: str) -> dict[str, Any]:
     internal = {"server_listener_name": _RELAY, "endpoint_id": address}
     return {
         "endpoint": {"address": {"envoy_internal_address": internal}},
-        "metadata": {"filter_metadata": {_OURS: {"cluster": address}}},
+        "metadata": {"filter_metadata": {NAMESPACE: {"cluster": address}}},
     }
 
 
 def _relay() -> dict[str, Any]:
-    cluster = {"text_format_source": {"inline_string": f"%DYNAMIC_METADATA({_OURS}:cluster)%"}}
+    cluster = {"text_format_source": {"inline_string": f"%DYNAMIC_METADATA({NAMESPACE}:cluster)%"}}
     chosen = {"object_key": "envoy.tcp_proxy.cluster", "format_string": cluster}
     filters = [
         _extension("to", "filters.network.set_filter_state.v3.Config", on_new_connection=[chosen]),

@@ -6,7 +6,7 @@ OpenTelemetry's package, which then can't be imported.
 """
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
@@ -15,7 +15,7 @@ _SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PACKAGE: Final = "loradock.ext_proc"
 
 # Modes of a body, and what a header does to another one of its name.
-BODY_NONE: Final = 0
+BODY_BUFFERED: Final = 2
 BODY_STREAMED: Final = 4
 OVERWRITE_OR_ADD: Final = 2
 
@@ -29,9 +29,12 @@ _MESSAGES: Final = {
     "HttpHeaders": "1 HeaderMap headers, 3 bool end_of_stream",
     "HttpBody": "1 bytes body, 2 bool end_of_stream",
     "HttpTrailers": "",
+    # A map has such entries on the wire.
+    "NamedMetadata": "1 string key, 2 Struct value",
+    "Metadata": "1 NamedMetadata* filter_metadata",
     "ProcessingRequest": (
         "2 HttpHeaders request_headers, 4 HttpBody request_body, 6 HttpTrailers request_trailers, "
-        "11 ProtocolConfiguration protocol_config"
+        "8 Metadata metadata_context, 11 ProtocolConfiguration protocol_config"
     ),
     "StreamedBodyResponse": "1 bytes body, 2 bool end_of_stream",
     "BodyMutation": "3 StreamedBodyResponse streamed_response",
@@ -93,11 +96,42 @@ ProcessingResponse: Final = _class_of("ProcessingResponse")
 """Made with one argument per field; a message can be a dictionary of its fields."""
 
 
-def handler(process: Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]) -> Any:
-    """Return the handler of the service for a gRPC server: `process(requests, context)`."""
-    method = grpc.stream_stream_rpc_method_handler(
-        process,
-        request_deserializer=ProcessingRequest.FromString,
-        response_serializer=ProcessingResponse.SerializeToString,
+class Exchange(Protocol):
+    """The messages about one request of a client."""
+
+    is_over: bool
+    """Whether it has no more responses."""
+
+    def on_message(self, data: bytes) -> list[bytes]:
+        """Return the responses to a message; raises `ValueError` for one that is malformed."""
+
+
+async def start(address: str, begin: Callable[[], Exchange]) -> grpc.aio.Server:
+    """Return a server at `HOST:PORT` or `unix:PATH`, which begins an exchange for each request.
+
+    Raises `OSError` if the address can't be used.
+    """
+
+    async def process(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        exchange = begin()
+        async for message in messages:
+            try:
+                responses = exchange.on_message(message)
+            except ValueError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            for response in responses:
+                yield response
+            if exchange.is_over:
+                return
+
+    method = grpc.stream_stream_rpc_method_handler(process)
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(_SERVICE, {"Process": method})]
     )
-    return grpc.method_handlers_generic_handler(_SERVICE, {"Process": method})
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    await server.start()
+    return server

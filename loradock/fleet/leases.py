@@ -46,7 +46,8 @@ class Registration:
         self._is_registered = await self._catalogue.put(
             name, self._record, lease=self._lease, changed=0
         )
-        log.info("registered", address=name)
+        if self._is_registered:
+            log.info("registered", address=name)
 
     async def end(self) -> None:
         """Leave the fleet at once, instead of when the lease ends."""

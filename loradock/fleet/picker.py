@@ -6,6 +6,7 @@ requests leave them only if the gain exceeds what the load elsewhere costs, and 
 home too; a home that demand does not need any more is given up. Between the two is a deadband.
 """
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -140,14 +141,26 @@ class Picker:
 
     def set_docks(self, weights: Mapping[str, int]) -> None:
         """Set which docks there are; a new one gets no requests before its first snapshot."""
-        for address in self._docks.keys() - weights.keys():
+        gone = self._docks.keys() - weights.keys()
+        for address in gone:
+            names = [*self._docks[address].adapters]
             self.lose(address)
             del self._docks[address]
-            self._version += 1
+            for name in names:
+                self._forget_if_unknown(name)
+        if gone:
+            for adapter in self._adapters.values():
+                adapter.homes = [home for home in adapter.homes if home not in gone]
+        is_changed = bool(gone)
         for address, weight in weights.items():
-            if address not in self._docks:
+            if (dock := self._docks.get(address)) is None:
                 self._docks[address] = _Dock(address, weight)
-                self._version += 1
+            elif dock.weight != weight:
+                dock.weight = weight
+            else:
+                continue
+            is_changed = True
+        self._version += is_changed
 
     def set_wanted(self, wanted: Mapping[str, WantedAdapter]) -> None:
         """Set the adapters of the catalogue."""
@@ -263,10 +276,11 @@ class Picker:
 
     def _pick_base(self, name: str, now: float) -> Decision:
         """Order docks by their queues: the base model, or a name that no dock has told of."""
-        ready = [dock for dock in self._docks.values() if dock.is_ready]
-        ready.sort(key=lambda dock: (dock.queue_s() / dock.weight, dock.rate.at(now)))
-        order = [dock.address for dock in ready[:CANDIDATES_MAX]]
-        return Decision(name, order, "base model: the shortest queue")
+        ready = (dock for dock in self._docks.values() if dock.is_ready)
+        first = heapq.nsmallest(
+            CANDIDATES_MAX, ready, lambda dock: (dock.queue_s() / dock.weight, dock.rate.at(now))
+        )
+        return Decision(name, [dock.address for dock in first], "base model: the shortest queue")
 
     def _candidates(self, name: str, adapter: _Adapter) -> list[_Dock]:
         """Return the docks that can serve an adapter: its homes, those that have it, and others."""

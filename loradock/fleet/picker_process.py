@@ -5,16 +5,15 @@ import sys
 from pathlib import Path
 from typing import Final
 
-import grpc
 import httpx
 import msgspec
 import structlog
 from msgspec import Struct
 
+from loradock.fleet import ext_proc
 from loradock.fleet.catalogue import Catalogue, Dock, Front, WantedAdapter
 from loradock.fleet.config import FleetConfig, FleetError, read_config
 from loradock.fleet.envoy import ADMIN_SOCKET, RELAYED, DockFiles
-from loradock.fleet.ext_proc import handler
 from loradock.fleet.following import Following
 from loradock.fleet.leases import Registration
 from loradock.fleet.picker import Picker
@@ -36,7 +35,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Configuration of a picker: its fleet's file, and where it listens for gRPC.
 
     `listen`: `HOST:PORT` or `unix:PATH`. `directory`: where the docks are written for Envoy, and
-    `host`, `port`, `scheme`: where that serves; empty without an Envoy of its own.
+    `host`, `port`: where that serves; empty without an Envoy of its own. `certificate`: PEM of the
+    front; empty for HTTP.
     """
 
     fleet: str
@@ -44,7 +44,7 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     directory: str = ""
     host: str = ""
     port: int = 0
-    scheme: str = "http"
+    certificate: str = ""
     log_format: LogFormat = "console"
     parent_fd: int = -1
 
@@ -68,18 +68,13 @@ def main() -> int:
 
 async def _run(config: PickerConfig, fleet: FleetConfig) -> None:
     picker = Picker()
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     processor = Processor(picker, fleet.key, RELAYED if config.directory else "")
-    server.add_generic_rpc_handlers([handler(processor.process)])
-    try:
-        server.add_insecure_port(config.listen)
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
-    await server.start()
+    server = await ext_proc.start(config.listen, processor.begin)
     following = Following(picker, fleet.key)
     async with Catalogue(fleet) as catalogue:
-        address = f"{config.scheme}://{advertised_host(config.host, fleet)}:{config.port}"
-        registration = Registration(catalogue, Front(address))
+        scheme = "https" if config.certificate else "http"
+        address = f"{scheme}://{advertised_host(config.host, fleet)}:{config.port}"
+        registration = Registration(catalogue, Front(address, config.certificate))
         await until_stopped(
             _follow(catalogue, picker, following, config.directory, registration),
             config.parent_fd,
@@ -102,6 +97,11 @@ async def _follow(
 
     async def docks() -> None:
         async for table in catalogue.follow(Dock):
+            if not table:
+                # All have stopped, or none of them reaches etcd: who serves is known from the
+                # docks themselves, and the last ones are better than none.
+                log.warning("no dock is in the catalogue; the last ones are kept")
+                continue
             following.set_docks(table)
             if files:
                 files.set_docks(table)

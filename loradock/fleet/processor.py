@@ -2,23 +2,25 @@
 
 The protocol is that of the Gateway API Inference Extension: all docks in order are in the header
 `x-gateway-destination-endpoint`, and in the metadata of `envoy.lb`. A gateway streams the body
-(`FULL_DUPLEX_STREAMED`) or sends it whole (`BUFFERED`), as our own front does, which can then serve
-without the picker. A request that names its adapter in the header `X-LoRADock-Adapter` is decided
-before its body is read.
+(`FULL_DUPLEX_STREAMED`) or sends it whole (`BUFFERED`). Our own front reads the model itself from
+bodies of the usual size, and sends it with the headers, in one message; for others it sends the
+body. A request that names its adapter in the header `X-LoRADock-Adapter` needs neither.
 """
 
 import hmac
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
+from google.protobuf.message import DecodeError
 from msgspec import Struct
 
 from loradock.fleet.ext_proc import (
-    BODY_NONE,
+    BODY_BUFFERED,
     BODY_STREAMED,
     OVERWRITE_OR_ADD,
+    ProcessingRequest,
     ProcessingResponse,
 )
 from loradock.fleet.picker import Picker
@@ -27,11 +29,15 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 ADAPTER_HEADER: Final = "x-loradock-adapter"
 STATUS_PATH: Final = "/fleet/status"
 
-_NAMESPACE: Final = "envoy.lb"
+NAMESPACE: Final = "loradock"
+MODEL: Final = "model"
+"""Where our own proxy puts the model that a request's body names."""
+
+_ENVOY_LB: Final = "envoy.lb"
 _CHUNK_BYTES: Final = 62_000
 """The largest part of a body that is sent back; Envoy's own bound is 64 KiB."""
 
-_NO_BODY: Final = {"request_body_mode": BODY_NONE}
+_WITH_BODY: Final = {"request_body_mode": BODY_BUFFERED}
 
 
 class _Body(Struct, frozen=True):
@@ -39,7 +45,7 @@ class _Body(Struct, frozen=True):
 
 
 class Processor:
-    """Answers the messages about each request; `key` is the fleet's, which the status needs.
+    """Decides about requests; `key` is the fleet's, which the status needs.
 
     `prefix` precedes the address of each dock in the header.
     """
@@ -49,46 +55,19 @@ class Processor:
         self._picker = picker
         self._key = f"Bearer {key}".encode()
 
-    async def process(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Answer the messages about one request."""
-        del context
-        is_streamed, body = False, bytearray()
-        async for request in requests:
-            if request.HasField("protocol_config"):
-                is_streamed = request.protocol_config.request_body_mode == BODY_STREAMED
-            if request.HasField("request_headers"):
-                response = self._on_headers(request.request_headers, is_streamed)
-                if response is not None:
-                    yield response
-            elif request.HasField("request_body"):
-                body += request.request_body.body
-                if request.request_body.end_of_stream:
-                    for response in self._on_body(bytes(body), is_streamed):
-                        yield response
-            elif request.HasField("request_trailers"):
-                yield ProcessingResponse(request_trailers={})
+    def begin(self) -> "Exchange":
+        """Return the exchange of messages about a new request."""
+        return Exchange(self)
 
-    def _on_headers(self, message: Any, is_streamed: bool) -> Any | None:
-        """Return the response; None if it follows the body."""
-        headers = _headers(message.headers)
-        name = headers.get(ADAPTER_HEADER, b"").decode("latin-1")
-        if headers.get(":path", b"").partition(b"?")[0] == STATUS_PATH.encode():
-            return self._status(headers)
-        if message.end_of_stream:
-            return _headers_response(self._mutation(name), is_streamed)
-        if is_streamed:
-            return None
-        if name:
-            return _headers_response(self._mutation(name), is_streamed, _NO_BODY)
-        return ProcessingResponse(request_headers={})
+    def status_of(self, headers: Mapping[str, bytes]) -> Any:
+        """Return the response to a request for the status."""
+        found = headers.get("authorization", b"")
+        if not hmac.compare_digest(found, self._key):
+            return _immediate(401, b'{"error": "the key of fleet.toml is needed"}')
+        shown = self._picker.shown(time.monotonic())
+        return _immediate(200, msgspec.json.encode(shown))
 
-    def _on_body(self, body: bytes, is_streamed: bool) -> list[Any]:
-        chosen = self._mutation(model_of(body))
-        if is_streamed:
-            return [_headers_response(chosen, is_streamed), *_chunks(body)]
-        return [ProcessingResponse(request_body={"response": {"header_mutation": chosen}})]
-
-    def _mutation(self, model: str) -> dict[str, Any]:
+    def decide(self, model: str) -> dict[str, Any]:
         """Return the change of headers for a request's model; none if no dock is known."""
         # BASE:ADAPTER names the adapter too.
         name = model if self._picker.knows(model) else model.rpartition(":")[2]
@@ -100,12 +79,71 @@ class Processor:
         header = {"key": DESTINATION, "raw_value": order.encode()}
         return {"set_headers": [{"header": header, "append_action": OVERWRITE_OR_ADD}]}
 
-    def _status(self, headers: Mapping[str, bytes]) -> Any:
-        found = headers.get("authorization", b"")
-        if not hmac.compare_digest(found, self._key):
-            return _immediate(401, b'{"error": "the key of fleet.toml is needed"}')
-        shown = self._picker.shown(time.monotonic())
-        return _immediate(200, msgspec.json.encode(shown))
+
+class Exchange:
+    """The messages about one request.
+
+    It is over with the decision: what the gateway would send about the response is spared.
+    """
+
+    def __init__(self, processor: Processor) -> None:
+        self.is_over = False
+        self._processor = processor
+        self._is_streamed = False
+        self._body = bytearray()
+
+    def on_message(self, data: bytes) -> list[bytes]:
+        """Return the responses to a message; raises `ValueError` for one that is malformed."""
+        try:
+            request = ProcessingRequest.FromString(data)
+        except DecodeError as error:
+            raise ValueError(f"it is no ProcessingRequest: {error}") from error
+        return [response.SerializeToString() for response in self._responses(request)]
+
+    def _responses(self, request: Any) -> list[Any]:
+        if request.HasField("protocol_config"):
+            self._is_streamed = request.protocol_config.request_body_mode == BODY_STREAMED
+        if request.HasField("request_headers"):
+            return self._on_headers(request.request_headers, _model_in(request.metadata_context))
+        if request.HasField("request_body"):
+            self._body += request.request_body.body
+            return self._on_body(ends=True) if request.request_body.end_of_stream else []
+        if request.HasField("request_trailers"):
+            return [*self._on_body(ends=False), ProcessingResponse(request_trailers={})]
+        return []
+
+    def _on_headers(self, message: Any, model: str) -> list[Any]:
+        headers = {one.key: one.raw_value or one.value.encode() for one in message.headers.headers}
+        if headers.get(":path", b"").partition(b"?")[0] == STATUS_PATH.encode():
+            self.is_over = True
+            return [self._processor.status_of(headers)]
+        model = headers.get(ADAPTER_HEADER, b"").decode("latin-1") or model
+        if message.end_of_stream or (model and not self._is_streamed):
+            self.is_over = True
+            return [_headers_response(self._processor.decide(model), self._is_streamed)]
+        # It follows the body.
+        return (
+            []
+            if self._is_streamed
+            else [ProcessingResponse(request_headers={}, mode_override=_WITH_BODY)]
+        )
+
+    def _on_body(self, *, ends: bool) -> list[Any]:
+        """Return the responses to a whole body, which `ends` the request unless trailers follow."""
+        self.is_over = True
+        body = bytes(self._body)
+        chosen = self._processor.decide(model_of(body))
+        if self._is_streamed:
+            return [_headers_response(chosen, self._is_streamed), *_chunks(body, ends=ends)]
+        return [ProcessingResponse(request_body={"response": {"header_mutation": chosen}})]
+
+
+def _model_in(metadata: Any) -> str:
+    """Return the model that the proxy has found in the body; empty if it has found none."""
+    for one in metadata.filter_metadata:
+        if one.key == NAMESPACE and MODEL in one.value.fields:
+            return str(one.value.fields[MODEL].string_value)
+    return ""
 
 
 def model_of(body: bytes) -> str:
@@ -117,28 +155,20 @@ def model_of(body: bytes) -> str:
         return ""
 
 
-def _headers(headers: Any) -> dict[str, bytes]:
-    return {one.key: one.raw_value or one.value.encode() for one in headers.headers}
-
-
-def _headers_response(
-    mutation: dict[str, Any], is_streamed: bool, mode: dict[str, Any] | None = None
-) -> Any:
-    response = ProcessingResponse(
-        request_headers={"response": {"header_mutation": mutation}}, mode_override=mode
-    )
+def _headers_response(mutation: dict[str, Any], is_streamed: bool) -> Any:
+    response = ProcessingResponse(request_headers={"response": {"header_mutation": mutation}})
     if is_streamed and "set_headers" in mutation:
         docks = mutation["set_headers"][0]["header"]["raw_value"].decode()
-        response.dynamic_metadata.update({_NAMESPACE: {DESTINATION: docks}})
+        response.dynamic_metadata.update({_ENVOY_LB: {DESTINATION: docks}})
     return response
 
 
-def _chunks(body: bytes) -> list[Any]:
+def _chunks(body: bytes, *, ends: bool) -> list[Any]:
     starts = range(0, max(1, len(body)), _CHUNK_BYTES)
     parts = [
         {
             "body": body[start : start + _CHUNK_BYTES],
-            "end_of_stream": start + _CHUNK_BYTES >= len(body),
+            "end_of_stream": ends and start + _CHUNK_BYTES >= len(body),
         }
         for start in starts
     ]

@@ -42,10 +42,21 @@ _KEEP_ALIVE: Final = b": \n\n"
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.S)
 
 
-class Page:
-    """The endpoint; the browser runs only the script of the file itself."""
+class History(Struct, frozen=True):
+    """Events in order; a next page begins after `next_seq`, which is null at the end."""
 
-    def __init__(self) -> None:
+    events: list[web.LiveEvent]
+    next_seq: int | None
+
+
+class Page:
+    """The endpoints of the page and of past events.
+
+    The browser runs only the script of the file itself.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
         self._text = web.page()
         self._headers = {
             "Content-Security-Policy": content_security_policy(self._text),
@@ -58,6 +69,30 @@ class Page:
     async def page(self) -> Response:
         """The page."""
         return HTMLResponse(self._text, headers=self._headers)
+
+    @get("/events/history", errors=(400, 503))
+    async def history(self, request: Request) -> History:
+        """Past life-cycle events.
+
+        They follow `since`: all, or the events of `adapter`.
+        """
+        since = _number(request, "since", 0, 2**62)
+        limit = _number(request, "limit", PAGE_EVENTS_MAX, PAGE_EVENTS_MAX)
+        adapter = request.query_params.get("adapter")
+        found: list[web.LiveEvent] = []
+        seq, scanned = since, 0
+        async with await self._client.events(since=since, follow=False) as stream:
+            async for item in stream:
+                scanned += 1
+                # What is not kept any more is left out.
+                if not isinstance(item, Published):
+                    continue
+                seq = item.seq
+                if adapter is None or getattr(item.event, "adapter", "") == adapter:
+                    found.append(web.live_event(item))
+                if len(found) >= limit or scanned >= SCANNED_MAX:
+                    return History(found, seq)
+        return History(found, None)
 
 
 def content_security_policy(page: str) -> str:
@@ -228,44 +263,6 @@ def _mean_times(status: StatusShown) -> MeanTimes:
 
 def _mean_s(total_ns: int, count: int) -> float:
     return total_ns / 1e9 / count if count else 0.0
-
-
-class History(Struct, frozen=True):
-    """Events in order; a next page begins after `next_seq`, which is null at the end."""
-
-    events: list[web.LiveEvent]
-    next_seq: int | None
-
-
-class Past:
-    """The endpoint."""
-
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
-
-    @get("/events/history", errors=(400, 503))
-    async def events(self, request: Request) -> History:
-        """Past life-cycle events.
-
-        They follow `since`: all, or the events of `adapter`.
-        """
-        since = _number(request, "since", 0, 2**62)
-        limit = _number(request, "limit", PAGE_EVENTS_MAX, PAGE_EVENTS_MAX)
-        adapter = request.query_params.get("adapter")
-        found: list[web.LiveEvent] = []
-        seq, scanned = since, 0
-        async with await self._client.events(since=since, follow=False) as stream:
-            async for item in stream:
-                scanned += 1
-                # What is not kept any more is left out.
-                if not isinstance(item, Published):
-                    continue
-                seq = item.seq
-                if adapter is None or getattr(item.event, "adapter", "") == adapter:
-                    found.append(web.live_event(item))
-                if len(found) >= limit or scanned >= SCANNED_MAX:
-                    return History(found, seq)
-        return History(found, None)
 
 
 def _number(request: Request, name: str, default: int, value_max: int) -> int:

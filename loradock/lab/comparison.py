@@ -13,7 +13,7 @@ from loradock.lab.outcome import Outcome
 from loradock.lab.simulator import Changes, simulate
 from loradock.lab.workloads import Workload
 
-COMPARED: Final = ("fifo", "lru", "sieve", "gdsf", "lrfu", "adaptive")
+COMPARED: Final = ("fifo", "lru", "sieve", "gdsf", "adaptive")
 """The policies that a comparison has unless others are named."""
 
 
@@ -71,7 +71,6 @@ def ranking_named(policy: str) -> type[Ranking]:
 def run_cache(workload: Workload, ranking: Ranking, capacity_bytes: int) -> Cache:
     """Return a memory after all requests of a workload, which it served in their order."""
     count = len(workload.ranks)
-    ranking.resize(count, capacity_bytes)
     cache = Cache(ranking, count, capacity_bytes)
     for request in workload.requests:
         # 0 is the base model's id.

@@ -12,7 +12,7 @@ from loradock.lab.comparison import Row
 
 _COLOURS: Final = {
     "fifo": "#999999", "lru": "#222222", "sieve": "#0072b2", "gdsf": "#d55e00",
-    "lrfu": "#cc79a7", "adaptive": "#009e73",
+    "adaptive": "#009e73",
 }  # fmt: skip
 """Colours that people with any colour vision tell apart (Okabe and Ito)."""
 

@@ -90,7 +90,8 @@ def _read(path: str | os.PathLike[str], *, is_private: bool) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise KeyFileError(f"{os.fspath(path)}: {error.strerror}") from error
+        reason = f"the key file {os.fspath(path)} can't be read: {error.strerror}"
+        raise KeyFileError(reason) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

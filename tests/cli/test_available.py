@@ -74,5 +74,6 @@ def test_the_listing_works_without_a_server(root, tmp_path):
     words = ("adapters", "--available", "--adapter-root", str(root))
     shown = run(*words, directory=tmp_path)
     assert "team.b" in shown.stdout
+    assert "broken: its adapter_config.json can't be read" in shown.stdout
     listed = json.loads(run(*words, "--json", directory=tmp_path).stdout)
     assert {one["name"]: one["state"] for one in listed}["team.b"] is None

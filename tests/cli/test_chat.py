@@ -1,13 +1,18 @@
 """Chats: what is sent for typed lines, and token texts of `generate --logprobs`."""
 
 import json
+import os
+import pty
+import subprocess
+import sys
 
 import pytest
 
 from loradock.cli.exit_codes import ExitCode
 from loradock.messages import requests as rq
 from tests.support.parallel.processes import TINY
-from tests.support.simulation.command_runs import run
+from tests.support.simulation.command_runs import COMMAND, run
+from tests.support.waiting import HANG_S
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
 
@@ -57,3 +62,34 @@ def test_without_a_template_or_a_model_nothing_is_sent(controller):
         assert refused.exit_code == ExitCode.NOT_FOUND
         assert reason in refused.stderr
     assert controller.received == []
+
+
+def test_a_misspelt_adapter_is_refused_before_a_message_is_sent(controller, words):
+    for arguments, stdin in ((("-a", "uper"), "a\n"), ((), "/adapter uper\na\n")):
+        refused = run("chat", *arguments, *words, directory=controller.directory, stdin=stdin)
+        assert refused.exit_code == ExitCode.NOT_FOUND
+        assert "uper" in refused.stderr
+    assert sent(controller) == []
+
+
+def test_ctrl_c_at_the_prompt_drops_the_line_and_keeps_the_conversation(controller, words):
+    terminal, inner = pty.openpty()
+    chat = subprocess.Popen(
+        [sys.executable, "-c", f"import os\nos.login_tty(0)\n{COMMAND}", "chat", *words],
+        env=os.environ | {"LORADOCK_DIR": str(controller.directory)},
+        stdin=inner,
+    )
+    os.close(inner)
+    shown = ""
+
+    def read_prompts(count):
+        nonlocal shown
+        while shown.count("base model> ") < count:
+            shown += os.read(terminal, 4096).decode()
+
+    for number, typed in enumerate((b"a\n", b"b\x03", b"c\n", b"/quit\n"), 1):
+        read_prompts(number)
+        os.write(terminal, typed)
+    assert chat.wait(HANG_S) == 0
+    os.close(terminal)
+    assert sent(controller) == [(None, "u:a|"), (None, "u:a|a:one|u:c|")]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loradock.cli.exit_codes import ExitCode
-from loradock.client import Client, NotAllowed
+from loradock.client import Client, EngineGone, NotAllowed, sockets
 from loradock.controller.server.keys import AllowedKey, KeyStore
 from loradock.processes.key_files import public_key_path, read_key_pair
 from tests.support.parallel.processes import controller
@@ -79,7 +79,10 @@ def test_commands_reach_a_remote_server_with_a_key(tmp_path: Path) -> None:
     assert "loradock keys new" in missing.stderr
 
 
-def test_what_keeps_a_key_from_a_server_is_told_with_the_address(tmp_path: Path) -> None:
+def test_what_keeps_a_key_from_a_server_is_told_with_the_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "FIRST_START_S", 0.01)
     directory, address = tmp_path / "d", free_address()
     key, unknown = allow(directory, "me", "read"), key_file(directory, "other")
     server = KeyStore(directory).server_public_path
@@ -93,6 +96,11 @@ def test_what_keeps_a_key_from_a_server_is_told_with_the_address(tmp_path: Path)
         return f"{result.exit_code:d} {result.stderr}"
 
     assert said(key, server).startswith(f"6 nothing listens at {address}")
+    with pytest.raises(EngineGone, match=f"nothing listens at {address}"):
+        Client(address=address, key=key, server_key=server)
+    nowhere = "tcp://no-such-host.invalid:7000"
+    with pytest.raises(EngineGone, match="its name can't be resolved"):
+        Client(address=nowhere, key=key, server_key=server)
     with controller(directory, listen=address):
         wait_until((directory / "run" / "engine.sock").exists)
         assert f"the server at {address} does not know this key" in said(unknown, server)

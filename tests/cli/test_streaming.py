@@ -100,7 +100,7 @@ def test_past_events_start_after_the_given_number_and_end(controller):
     publish(controller, 3)
     everything = run("events", "--no-follow", directory=controller.directory).stdout.splitlines()
     assert [int(line.split()[0]) for line in everything] == [1, 2, 3]
-    assert everything[0].endswith("Z  AdapterCached         adapter=upper duration_ns=0")
+    assert everything[0].endswith("Z  AdapterCached         adapter=upper duration=0ms")
     later = run_json("events", "--since", "2", "--no-follow", directory=controller.directory)
     assert [(item["seq"], item["event"]) for item in later] == [
         (3, {"type": "AdapterCached", "adapter": "upper", "duration_ns": 0})

@@ -1,7 +1,9 @@
 """The catalogue on a real etcd: compare-and-swap, leases, and tables that follow changes."""
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,34 @@ def test_without_certificates_nothing_is_answered(one_etcd: Etcd) -> None:
     plain = FleetConfig(one_etcd.config.members, "k" * 16)
     with pytest.raises(CatalogueError, match="no member of etcd answers"):
         run(plain, lambda catalogue: catalogue.read(Dock))
+
+
+def test_changes_are_followed_past_a_member_that_hangs(tmp_path: Path) -> None:
+    with etcd(tmp_path, 3) as cluster:
+
+        async def test(catalogue: Catalogue) -> None:
+            is_seen = asyncio.Event()
+
+            async def follow() -> None:
+                async for table in catalogue.follow(WantedAdapter):
+                    if "sales" in table:
+                        is_seen.set()
+                    if "upper" in table:
+                        break
+
+            following = asyncio.create_task(follow())
+            await catalogue.put("sales", WANTED)
+            await is_seen.wait()
+            # The watch is at the first one, which says nothing more and ends nothing.
+            cluster.signal(cluster.members[0], signal.SIGSTOP)
+            while True:
+                with suppress(CatalogueError):
+                    if await catalogue.put("upper", WANTED):
+                        break
+            await following
+            cluster.signal(cluster.members[0], signal.SIGCONT)
+
+        run(cluster.config, test)
 
 
 def test_without_a_quorum_tables_stay_and_writes_fail(tmp_path: Path) -> None:

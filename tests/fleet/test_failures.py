@@ -4,10 +4,10 @@ Killed and stopped docks, and killed pickers, are in `test_front.py`. A request 
 fails the test as all hanging waits do; no result depends on a time.
 """
 
-import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,13 +53,7 @@ def test_another_front_serves_when_one_dies(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}"
         try:
             with httpx.Client(base_url=url, timeout=HANG_S, trust_env=False) as http:
-
-                def serves() -> bool:
-                    with contextlib.suppress(httpx.ConnectError):
-                        return fleet.complete("adapter-0", http).status == 200
-                    return False
-
-                wait_until(serves)
+                wait_until(lambda: fleet.serves(http))
                 wait_until(lambda: len(fleet.fronts()) == 2)
                 home = fleet.complete("adapter-0").text
                 fleet.front.kill()
@@ -94,6 +88,40 @@ def namespace() -> Iterator[str]:
         yield name
     finally:
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+READ_DOCKS = """
+import asyncio, sys
+from loradock.fleet.catalogue import Catalogue, Dock
+from loradock.fleet.config import read_config
+async def read():
+    async with Catalogue(read_config(sys.argv[1])) as catalogue:
+        print(len(await catalogue.read(Dock)))
+asyncio.run(read())
+"""
+
+
+def test_docks_that_are_all_cut_off_from_etcd_are_served(namespace: str, tmp_path: Path) -> None:
+    inside = ["ip", "netns", "exec", namespace]
+    with etcd(tmp_path / "etcd", 1, OTHER, inside) as cluster, Fleet(cluster, tmp_path) as fleet:
+
+        def registered() -> int:
+            """Return how many docks the catalogue has, as etcd's own machine sees it."""
+            command = [*inside, sys.executable, "-c", READ_DOCKS, str(cluster.file)]
+            found = subprocess.run(command, check=True, capture_output=True, text=True)
+            return int(found.stdout)
+
+        with Clients(fleet) as clients:
+            clients.wait_for(20)
+            subprocess.run(["ip", "link", "set", "lora0", "down"], check=True)
+            wait_until(lambda: registered() == 0, lambda: len(clients.answers))
+            clients.wait_for(50)
+            subprocess.run(["ip", "link", "set", "lora0", "up"], check=True)
+            # The front reads that no dock is there, until they have registered anew.
+            wait_until(lambda: registered() == 3, lambda: len(clients.answers))
+            clients.wait_for(50)
+            wait_until(fleet.is_whole, lambda: len(clients.answers))
+        assert clients.statuses().keys() == {200}
 
 
 def test_a_machine_that_is_cut_off_loses_no_request(namespace: str, tmp_path: Path) -> None:

@@ -1,21 +1,35 @@
 """A front before three docks, all real processes: where requests go, and what a loss costs."""
 
+import asyncio
+import json
 import os
 import signal
 import ssl
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from loradock.cli.main import app
+from loradock.fleet.catalogue import Catalogue
+from loradock.fleet.catalogue import Dock as CatalogueDock
 from loradock.fleet.envoy import RELAYED
 from loradock.messages.errors import ErrorCode
 from tests.support.fleet.etcd import free_ports
-from tests.support.fleet.fleets import Answer, Clients, Dock, Fleet, pids_of_session
+from tests.support.fleet.fleets import (
+    LORADOCK,
+    Answer,
+    Clients,
+    Dock,
+    Fleet,
+    Process,
+    pids_of_session,
+)
+from tests.support.fleet.proxies import Proxy
 from tests.support.waiting import HANG_S, wait_until
 
 
@@ -43,6 +57,24 @@ def test_a_header_decides_and_a_client_cannot(fleet: Fleet) -> None:
         body = {"model": "adapter-5", "prompt": "x", "max_tokens": 1}
         found = fleet.http.post("/v1/completions", json=body, headers=headers | more)
         assert found.json()["choices"][0]["text"] == home
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", None])
+@pytest.mark.parametrize("padding", [0, 95_000, 120_000, 3_000_000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_the_model_of_any_body_decides(
+    fleet: Fleet, kind: str | None, padding: int, is_chunked: bool
+) -> None:
+    # The proxy reads short bodies of a declared length, the picker the others.
+    body = json.dumps({"user": "x" * padding, "nested": {"model": "no"}, "model": "adapter-4"})
+    request = fleet.http.build_request(
+        "POST",
+        "/v1/completions",
+        content=iter([body.encode()]) if is_chunked else body.encode(),
+        headers={"content-type": kind} if kind else {},
+    )
+    status = fleet.http.send(request).status_code
+    assert fleet.status()["decisions"][-1]["adapter"] == "adapter-4", status
 
 
 def test_what_is_wrong_with_a_request_says_a_dock(fleet: Fleet) -> None:
@@ -115,19 +147,15 @@ def test_a_front_with_a_certificate_serves_https_alone(fleet: Fleet) -> None:
         with httpx.Client(
             base_url=f"https://127.0.0.1:{port}", timeout=HANG_S, verify=trusted, trust_env=False
         ) as http:
-
-            def serves() -> bool:
-                with suppress(httpx.ConnectError):
-                    return fleet.complete("adapter-1", http).status == 200
-                return False
-
-            wait_until(serves, front.log.read_text)
+            wait_until(lambda: fleet.serves(http), front.log.read_text)
         # Clients that trust others, or speak HTTP, get nothing.
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(f"https://127.0.0.1:{port}/live")
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http://127.0.0.1:{port}/live")
         wait_until(lambda: f"https://127.0.0.1:{port}" in fleet.fronts())
+        # The command trusts the certificate that the catalogue has.
+        assert fleet.fronts()[f"https://127.0.0.1:{port}"] == ""
     finally:
         front.kill()
 
@@ -160,6 +188,23 @@ def test_without_the_picker_docks_take_turns(fleet: Fleet) -> None:
         wait_until(fleet.is_whole, clients.answers.__len__)
     assert clients.statuses().keys() == {200}
     assert after
+
+
+def test_docks_that_have_all_lost_their_leases_are_served(fleet: Fleet) -> None:
+    async def registered() -> int:
+        async with Catalogue(fleet.etcd.config) as catalogue:
+            return len(await catalogue.read(CatalogueDock))
+
+    for dock in fleet.docks:
+        os.kill(dock.child("member"), signal.SIGSTOP)
+    with Clients(fleet) as clients:
+        wait_until(lambda: asyncio.run(registered()) == 0, lambda: len(clients.answers))
+        clients.wait_for(40)
+        for dock in fleet.docks:
+            os.kill(dock.child("member"), signal.SIGCONT)
+        wait_until(lambda: asyncio.run(registered()) == 3, lambda: len(clients.answers))
+        clients.wait_for(40)
+    assert clients.statuses().keys() == {200}
 
 
 def asked(fleet: Fleet) -> Dock:
@@ -203,7 +248,7 @@ def test_a_front_that_is_stopped_ends_its_requests(fleet: Fleet) -> None:
     front = fleet.start_front(port)
     answers: list[Answer] = []
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as http:
-        wait_until(lambda: not _refuses(port) and fleet.complete("adapter-1", http).status == 200)
+        wait_until(lambda: fleet.serves(http))
         # Whichever dock gets the request.
         for dock in fleet.docks:
             dock.be_silent()
@@ -217,6 +262,40 @@ def test_a_front_that_is_stopped_ends_its_requests(fleet: Fleet) -> None:
         thread.join()
     assert [one.status for one in answers] == [200]
     assert front.process.wait(HANG_S) == 0
+
+
+def test_a_gateway_of_kubernetes_asks_the_same_picker(fleet: Fleet) -> None:
+    port, asked = free_ports(2)
+    command = [*LORADOCK, "fleet", "picker", "--grpc", f"127.0.0.1:{asked}"]
+    command += ["--fleet", str(fleet.etcd.file)]
+    picker = Process(command, fleet.directory / "picker.log")
+    docks = [dock.address for dock in fleet.docks]
+    socket_address = {"socket_address": {"address": "127.0.0.1", "port_value": asked}}
+    directory = fleet.directory / "gateway"
+    gateway = Proxy(directory, port, docks, socket_address, is_streamed=True)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as http:
+
+            def shown() -> Any:
+                with suppress(httpx.ConnectError, json.JSONDecodeError):
+                    return http.get("/fleet/status", headers=fleet.key()).json()
+                return {"docks": {}}
+
+            wait_until(lambda: sum(one["ready"] for one in shown()["docks"].values()) == 3)
+            for padding in (0, 50_000, 1_000_000):
+                body = {"prompt": "x", "max_tokens": 1, "user": "x" * padding}
+                for number in range(12):
+                    name = f"adapter-{number % 4}"
+                    answer = http.post("/v1/completions", json={"model": name} | body)
+                    decision = shown()["decisions"][-1]
+                    assert decision["adapter"] == name
+                    assert answer.status_code == 200, answer.text
+                    text = answer.json()["choices"][0]["text"]
+                    assert decision["docks"][0] == f"127.0.0.1:{text}"
+            assert http.get("/v1/models").status_code == 200
+    finally:
+        gateway.kill()
+        picker.kill()
 
 
 def test_a_front_that_is_killed_leaves_no_process(fleet: Fleet) -> None:

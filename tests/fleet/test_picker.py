@@ -160,6 +160,28 @@ def test_the_clock_of_a_machine_that_runs_for_years_is_no_matter() -> None:
     assert first(found, "upper", 2 * year_s) == "a:1"
 
 
+def test_nothing_is_kept_of_docks_that_are_gone() -> None:
+    found = Picker()
+    for number in range(50):
+        dock = f"pod-{number}:1"
+        found.set_docks({dock: 2})
+        found.set_wanted({"upper": WantedAdapter("upper")})
+        found.on_snapshot(dock, {f"own-{number}": Seen("gpu-slot"), "upper": Seen("gpu-slot")})
+        found.on_load(dock, LOAD, 0.0)
+        assert first(found, "upper") == first(found, f"own-{number}") == dock
+    assert found._adapters.keys() == {"upper", "own-49"}
+    assert found._adapters["upper"].homes == ["pod-49:1"]
+    assert found._docks.keys() == {"pod-49:1"}
+
+
+def test_a_dock_that_registers_with_other_slots_gets_its_share() -> None:
+    found = picker()
+    found.set_docks({"a:1": 2, "b:1": 6, "c:1": 2})
+    # The base model goes to the shortest queue per slot.
+    chosen = [first(found, "") for _ in range(10)]
+    assert {dock: chosen.count(dock) for dock in DOCKS} == {"a:1": 2, "b:1": 6, "c:1": 2}
+
+
 def test_an_adapter_that_was_removed_everywhere_is_forgotten() -> None:
     found = picker(a={"own": "gpu-slot"})
     known = len(found._adapters)

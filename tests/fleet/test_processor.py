@@ -1,12 +1,16 @@
 """The endpoint picker protocol, message by message, as gateways of Kubernetes speak it."""
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from loradock.fleet.ext_proc import BODY_NONE, BODY_STREAMED, ProcessingRequest
+from loradock.fleet.ext_proc import (
+    BODY_BUFFERED,
+    BODY_STREAMED,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from loradock.fleet.picker import Load, Picker, Seen
 from loradock.fleet.processor import DESTINATION, Processor, model_of
 
@@ -22,15 +26,14 @@ def picker() -> Picker:
 
 
 def answers(*requests: Any, found: Picker | None = None) -> list[Any]:
-    async def run() -> list[Any]:
-        async def sent() -> Any:
-            for request in requests:
-                yield request
-
-        processor = Processor(found or picker(), "k" * 16)
-        return [one async for one in processor.process(sent(), None)]
-
-    return asyncio.run(run())
+    """Return the responses to the messages about one request."""
+    exchange = Processor(found or picker(), "k" * 16).begin()
+    responses = []
+    for request in requests:
+        assert not exchange.is_over
+        responses += exchange.on_message(request.SerializeToString())
+    assert exchange.is_over
+    return [ProcessingResponse.FromString(one) for one in responses]
 
 
 def headers(end_of_stream: bool = False, streamed: bool = False, **named: str) -> Any:
@@ -61,6 +64,7 @@ ORDER = "10.0.0.2:1,10.0.0.1:1"
 def test_a_whole_body_is_answered_with_the_header() -> None:
     first, second = answers(headers(), body(b'{"model": "upper"}'))
     assert not first.request_headers.response.header_mutation.set_headers
+    assert first.mode_override.request_body_mode == BODY_BUFFERED
     assert destination(second.request_body.response) == ORDER
 
 
@@ -85,8 +89,29 @@ def test_a_request_without_a_body_is_answered_at_once() -> None:
 def test_an_adapter_in_a_header_needs_no_body() -> None:
     (first,) = answers(headers(x_loradock_adapter="upper"))
     assert destination(first.request_headers.response) == ORDER
-    assert first.HasField("mode_override")
-    assert first.mode_override.request_body_mode == BODY_NONE
+
+
+def test_a_model_that_the_proxy_has_read_needs_no_body() -> None:
+    request = headers()
+    named = request.metadata_context.filter_metadata.add(key="loradock")
+    named.value.update({"model": "upper"})
+    (first,) = answers(request)
+    assert destination(first.request_headers.response) == ORDER
+
+
+def test_trailers_end_a_body() -> None:
+    data = b'{"model": "upper"}'
+    trailers = ProcessingRequest(request_trailers={})
+    first, chunk, last = answers(headers(streamed=True), body(data, False), trailers)
+    assert destination(first.request_headers.response) == ORDER
+    sent = chunk.request_body.response.body_mutation.streamed_response
+    assert (sent.body, sent.end_of_stream) == (data, False)
+    assert last.HasField("request_trailers")
+
+
+def test_what_is_no_message_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no ProcessingRequest"):
+        Processor(picker(), "k" * 16).begin().on_message(b"\xff")
 
 
 def test_without_docks_the_choice_of_a_client_is_removed() -> None:

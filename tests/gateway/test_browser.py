@@ -145,6 +145,39 @@ def test_an_address_names_a_moment_and_an_adapter(running: Any, site: Any) -> No
         visited.page.wait_for_selector("dialog[open]")
         visited.wait_for("document.getElementById('fields').innerText.includes('gpu-slot')")
         assert visited.page.locator("#moves").is_hidden()
+        # Only the present has more.
+        assert visited.page.locator("#fields th").all_inner_texts() == ["state", "slot", "held"]
+
+
+def test_an_address_of_nothing_is_told(running: Any, site: Any) -> None:
+    newest = site.gateway.controller.published[-1].seq
+    with visit(running, f"{site.gateway.url}#event=999999") as visited:
+        banner = "document.getElementById('past-banner').textContent"
+        visited.wait_for(f"{banner}.includes('event {newest},')")
+    with visit(running, f"{site.gateway.url}#adapter=nosuch") as visited:
+        told = "document.getElementById('details-message').textContent"
+        visited.wait_for(f"{told} === 'no adapter has this name'")
+
+
+def test_the_log_says_what_waited_and_for_what(running: Any, tmp_path: Path) -> None:
+    with StandIn(tmp_path) as controller, serve_gateway(controller) as gateway:
+        controller.publish(
+            ev.AdapterActivated("reverse", 2, 6),
+            ev.AdapterDeactivated("reverse", 2),
+            ev.AdapterActivated("upper", 2, 7, 0, 30_000_000_000),
+            ev.GenerationFinished("upper", "stop", 5, 6, 31_000_000_000),
+        )
+        with visit(running, gateway.url) as visited:
+            visited.wait_for("document.querySelector('#lanes rect[height=\"3\"]')")
+            visited.page.locator('#lanes rect[height="3"]').hover()
+            facts = visited.page.locator("#facts").inner_text()
+            assert facts.startswith("requests waited 30 s for upper, until ")
+            assert facts.endswith(", in whose slot reverse was")
+            visited.page.click("[data-id=upper]")
+            visited.wait_for("document.querySelectorAll('#history li').length === 2")
+            ended, activated = visited.page.locator("#history li").all_inner_texts()
+            assert ended.endswith("output_tokens=6 duration=31 s")
+            assert activated.endswith("wait=30 s after=reverse")
 
 
 def test_a_click_lights_up_an_adapter_in_the_lanes(site: Any) -> None:

@@ -1,10 +1,13 @@
 """The files of `deploy/`: they parse, and name metrics, paths and options that exist."""
 
+import ast
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,6 +208,49 @@ def promtool(*arguments: Any, **options: Any) -> Any:
     return subprocess.run(
         [command, *arguments], capture_output=True, text=True, check=False, **options
     )
+
+
+RAY = """
+def remote(**options):
+    assert options == {"num_gpus": 1, "max_restarts": -1, "max_task_retries": -1}
+    class Method:
+        def __init__(self, call): self.remote = call
+    def actor(cls):
+        made = cls()
+        made.serve = Method(made.serve)
+        cls.remote = lambda: made
+        return cls
+    return actor
+class util:
+    get_node_ip_address = staticmethod(lambda: "127.0.0.1")
+def init(): pass
+def get(_): pass
+"""
+
+
+def test_ray_starts_docks_with_the_command_and_places_them_anew(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text(RAY)
+    shown = tmp_path / "shown"
+    dock = [sys.executable, "-c", f"import sys; open({str(shown)!r}, 'w').write(repr(sys.argv))"]
+    script = tmp_path / "dock"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(dock)} "$@"\n')
+    script.chmod(0o700)
+    command = [
+        sys.executable,
+        str(DEPLOY / "ray/docks.py"),
+        "1",
+        str(script),
+        "serve",
+        "--join",
+        "f",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    # The actor ends with its dock.
+    assert (done.returncode, done.stderr) == (1, "")
+    _, option, _, *rest, address = ast.literal_eval(shown.read_text())
+    assert (option, rest) == ("--dir", ["serve", "--join", "f", "--http"])
+    assert address.startswith("127.0.0.1:")
 
 
 def test_prometheus_accepts_the_alert_rules() -> None:

@@ -81,6 +81,7 @@ def test_a_reader_follows_the_adapters(served: Served) -> None:
         "slot": 3,
         "generation": 8,
         "duration_ns": 0,
+        "wait_ns": 0,
     }
     _, second, event = reader.next("event")
     assert (second, event["event"]["code"]) == (seq + 2, "L002")

@@ -78,7 +78,8 @@ _MASKS: Final = (
     (r"(?m)(^| )[0-9A-Za-z.:+=^!/*?&<>()[\]{}@%$#-]{40}$", rf"\1{'z' * 40}"),
     (r"(?m)^ *\d+(?=  20\d\d-)", "    42"),
     (r"(process|pid)(:? +)\d+", r"\1\2 4242"),
-    (r"(duration_ns|epoch|blob_bytes)=\d+", r"\1=0"),
+    (r"(epoch|blob_bytes)=\d+", r"\1=0"),
+    (r"(duration|wait)=[\d.]+[a-z]+", r"\1=0ms"),
 )
 
 

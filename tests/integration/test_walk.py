@@ -24,7 +24,7 @@ def longer_ways(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_no_way_is_longer_than_the_stored_one(tmp_path: Path) -> None:
-    # A loaded machine only adds to a way, what a timer calls for example.
+    # A loaded machine only adds to a way: what falls into one group of inputs differs.
     for number in range(RUNS):
         directory = tmp_path / str(number)
         directory.mkdir()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loradock.controller.core.rankings import Adaptive, Fifo, Gdsf, Lrfu, Lru, Ranking, Sieve
+from loradock.controller.core.rankings import Adaptive, Fifo, Gdsf, Lru, Ranking, Sieve
 from loradock.lab.bounds import foo_ns, offline_bound, pfoo_ns
 from loradock.lab.comparison import compare, ranking_named, run_cache
 from loradock.lab.traces import TraceError, read_trace, shipped_trace
@@ -59,7 +59,7 @@ def test_no_policy_is_below_the_bounds(seed: int) -> None:
     found = foo_ns(made, capacity)
     assert pfoo_ns(made, capacity) <= found
     assert offline_bound(made, capacity) == (found, "FOO")
-    for kind in (Lru, Fifo, Sieve, Gdsf, Lrfu, Adaptive):
+    for kind in (Lru, Fifo, Sieve, Gdsf, Adaptive):
         assert run_cache(made, kind(), capacity).cost_ns >= found
 
 

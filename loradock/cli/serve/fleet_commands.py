@@ -13,7 +13,8 @@ import typer
 from loradock.cli.context import AdapterArgument, AsJson, output_of, replace_process
 from loradock.cli.exit_codes import CommandError, ExitCode
 from loradock.cli.fleet import FLEET_FILE, FleetFile, fleet_errors, status_tables, with_catalogue
-from loradock.gateway.options import parse_address
+from loradock.cli.gateway import check_certificate
+from loradock.gateway.address import parse_address
 from loradock.messages.engine_options import LogFormat
 from loradock.processes.subprocesses import process_command
 
@@ -86,7 +87,7 @@ def front(
     """Serve a fleet at one address: the proxy Envoy, and the picker that chooses a dock for it."""
     output_of(ctx, as_json)
     host, port = _address("--http", http)
-    _check_certificate(ssl_certfile, ssl_keyfile)
+    certificate = _certificate(ssl_certfile, ssl_keyfile)
     with fleet_errors():
         from loradock.cli.serve.front import serve_front
         from loradock.fleet.config import read_config
@@ -98,7 +99,7 @@ def front(
             listen="",
             host=host,
             port=port,
-            scheme="https" if ssl_certfile else "http",
+            certificate=certificate,
             log_format=_log_format(as_json),
         )
         try:
@@ -144,16 +145,16 @@ def _address(flag: str, text: str) -> tuple[str, int]:
         raise CommandError(ExitCode.USAGE, f"{flag} {error}") from error
 
 
-def _check_certificate(certificate: str, key: str) -> None:
-    if bool(certificate) != bool(key):
-        raise CommandError(ExitCode.USAGE, "--ssl-certfile and --ssl-keyfile belong together")
-    if certificate:
-        try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
-        except OSError as error:
-            raise CommandError(
-                ExitCode.USAGE, f"{certificate} and {key} are no certificate and its key: {error}"
-            ) from error
+def _certificate(file: str, key_file: str) -> str:
+    """Return the front's own certificate as PEM, the first one of the file; empty for HTTP."""
+    if file and not key_file:
+        raise CommandError(ExitCode.USAGE, "--ssl-certfile needs --ssl-keyfile here")
+    check_certificate(file, key_file)
+    if not file:
+        return ""
+    chain = Path(file).read_text(encoding="ascii", errors="replace")
+    content = chain.partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
+    return f"{ssl.PEM_HEADER}{content}{ssl.PEM_FOOTER}\n"
 
 
 def _log_format(as_json: bool) -> LogFormat:

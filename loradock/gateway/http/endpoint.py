@@ -12,7 +12,7 @@ is cancelled in every phase.
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, Literal, Protocol, TypeVar, get_args, get_type_hints
 
@@ -84,14 +84,6 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     span: str = ""
 
 
-class _Route(Struct, frozen=True):
-    """The arguments of a method's decorator; `options` are further fields of its `Endpoint`."""
-
-    method: Literal["GET", "POST"]
-    path: str
-    options: dict[str, Any]
-
-
 def get(*paths: str, **options: Any) -> Callable[[HandlerT], HandlerT]:
     """Serve `GET` of paths with a method; `options` are further fields of its `Endpoint`."""
     return _served("GET", paths, options)
@@ -106,7 +98,7 @@ def _served(
     method: Literal["GET", "POST"], paths: Iterable[str], options: dict[str, Any]
 ) -> Callable[[HandlerT], HandlerT]:
     def decorate(handler: HandlerT) -> HandlerT:
-        routes = [_Route(method, path, options) for path in paths]
+        routes = [{"method": method, "path": path, **options} for path in paths]
         vars(handler)["routes"] = (*routes, *vars(handler).get("routes", ()))
         return handler
 
@@ -122,7 +114,7 @@ def endpoints_of(owner: object) -> list[Endpoint]:
     ]
 
 
-def _endpoint(route: _Route, handler: Handler) -> Endpoint:
+def _endpoint(route: Mapping[str, Any], handler: Handler) -> Endpoint:
     hints = get_type_hints(handler)
     answers = get_args(hints["return"]) or (hints["return"],)
     kinds = [kind for kind in answers if kind not in (ServerSentEvents, Response, str)]
@@ -130,8 +122,6 @@ def _endpoint(route: _Route, handler: Handler) -> Endpoint:
     is_union = ServerSentEvents in answers and bool(kinds)
     answer = kinds[0] if is_union else hints["return"] if kinds else None
     found = {
-        "method": route.method,
-        "path": route.path,
         "handler": handler,
         "summary": (inspect.getdoc(handler) or "").partition(".\n")[0].removesuffix("."),
         "body": hints.get("body"),
@@ -139,7 +129,7 @@ def _endpoint(route: _Route, handler: Handler) -> Endpoint:
         "streams": is_union,
         "media_type": "text/plain" if str in answers else _JSON,
     }
-    return Endpoint(**{**found, **route.options})
+    return Endpoint(**{**found, **route})
 
 
 class BodyLimits(Struct, frozen=True):

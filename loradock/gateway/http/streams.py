@@ -1,6 +1,6 @@
 """Answers as streams of server-sent events."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -51,12 +51,10 @@ class ServerSentEvents:
         self,
         events: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
-        headers: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._events = events
         self._close = close
         self._on_end: Callable[[], None] | None = None
-        self._headers = [*_HEADERS, *((k.lower().encode(), v.encode()) for k, v in headers)]
 
     def ended_by(self, on_end: Callable[[], None]) -> "ServerSentEvents":
         """Return this answer, which calls a function after `close`."""
@@ -66,7 +64,7 @@ class ServerSentEvents:
     async def send(self, send: Send, *, only_head: bool = False) -> None:
         """Send the whole answer, or its head."""
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             async with aclosing(self._events) as events:
                 while not only_head and (event := await anext(events, None)) is not None:
                     await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -40,26 +40,12 @@ class FileRefused(Exception):  # noqa: N818 - what happens to the file
     """A file that is there, and is not used; the text says why."""
 
 
-class AdapterDirectory:
+class AdapterDirectory(SafeDirectory):
     """The directory of an adapter, open within a `with` block, for small text files.
 
     The engine has checked the adapter's own files by its rules. A gateway reads others beside them,
     possibly on another machine, so it checks again that they are below configured roots.
-
-    `path` is the adapter's, absolute or relative to one of `roots`. Raises `NotReadable`.
     """
-
-    def __init__(self, path: str, roots: Sequence[str]) -> None:
-        try:
-            self._directory = SafeDirectory(path, roots)
-        except (NotAllowed, NotFound) as error:
-            raise NotReadable(str(error)) from error
-
-    def __enter__(self) -> "AdapterDirectory":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._directory.descriptor)
 
     def read(self, name: str, bytes_max: int) -> str | None:
         """Return the text of a file; None if there is none of this name.
@@ -67,7 +53,7 @@ class AdapterDirectory:
         Raises `NotReadable`, and `FileRefused` for one that is longer than `bytes_max` or no text.
         """
         try:
-            with open(self._directory.open(name), "rb") as file:
+            with open(self.open(name), "rb") as file:
                 data = file.read(bytes_max + 1)
                 size_bytes = max(len(data), os.fstat(file.fileno()).st_size)
         except NoSuchName:
@@ -208,7 +194,7 @@ def _read_directory(path: str, roots: Sequence[str], base: ModelFiles) -> _Saved
         with AdapterDirectory(path, roots) as directory:
             saved = _read_templates(directory)
             return _with_generation_config(directory, base, saved)
-    except NotReadable as error:
+    except (NotAllowed, NotFound) as error:
         return _Saved(warnings=(f"the model's chat template and defaults are used: {error}",))
 
 

@@ -301,7 +301,6 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
         super().__init__(service, "chatcmpl", chat.adapter, chat.usage)
         self._readers = [OutputReader(chat.plan) for _ in range(chat.run.choices)]
         self._body = body
-        self._has_logprobs = bool(body.logprobs)
         self._has_prompt_logprobs = body.prompt_logprobs is not None
         self._text_of = text_of
         # Those of a stream, until a chunk has them.
@@ -361,9 +360,8 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
         return parts
 
     def _logprobs(self, chunk: TokensStreamed) -> ChatLogprobs | None:
-        if not self._has_logprobs or not chunk.logprobs:
-            return None
-        return chat_logprobs(chunk.logprobs, self._text_of)
+        is_shown = self._body.logprobs and chunk.logprobs
+        return chat_logprobs(chunk.logprobs, self._text_of) if is_shown else None
 
     def _chunk(self, parts: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         shown, self._unsent = self._unsent, UNSET

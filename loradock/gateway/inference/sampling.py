@@ -233,18 +233,13 @@ def check_served(body: Struct) -> None:
             raise HttpError(400, f"{name} is not served; leave it out", name)
 
 
-def check_stream_options(body: SamplingFields) -> None:
-    """Raise `HttpError` for options of a stream if none is requested."""
-    if body.stream_options is not None and not body.stream:
-        raise HttpError(400, "stream_options needs stream: true", "stream_options")
-
-
 def sampling_of(
     body: SamplingFields, defaults: SamplingDefaults, max_tokens: int | None
 ) -> dict[str, Any]:
     """Return the keywords of `AsyncClient.generate`; None as `max_tokens` is its own default."""
     check_served(body)
-    check_stream_options(body)
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options needs stream: true", "stream_options")
     top_k = defaults.top_k if body.top_k is None else body.top_k
     sampling: dict[str, Any] = {
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
@@ -289,6 +284,7 @@ _fields: Final = attrgetter(
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
 )
 _NONE: Final = (None, None, UNSET, None, None)
+_ANY_OBJECT: Final = Structure("json_schema")
 
 
 def structure_of(body: Any) -> Structure | None:
@@ -312,7 +308,7 @@ def _structures(body: Any) -> dict[str, Structure | None]:
         "structured_outputs.json": _schema(outputs.json),
         "structured_outputs.regex": _regex(outputs.regex),
         "structured_outputs.choice": _choice(outputs.choice),
-        "structured_outputs.json_object": _any_object() if outputs.json_object else None,
+        "structured_outputs.json_object": _ANY_OBJECT if outputs.json_object else None,
         "guided_json": _schema(body.guided_json),
         "guided_regex": _regex(body.guided_regex),
         "guided_choice": _choice(body.guided_choice),
@@ -323,7 +319,7 @@ def _of_response_format(wanted: ResponseFormat | None) -> Structure | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return _any_object()
+        return _ANY_OBJECT
     if wanted.type != "json_schema":
         message = (
             f"response_format {wanted.type!r} is not served; text, json_object and json_schema are"
@@ -346,10 +342,6 @@ def _schema(raw: msgspec.Raw | UnsetType) -> Structure | None:
     if text.startswith('"'):
         text = msgspec.json.decode(text, type=str)
     return Structure("json_schema", text)
-
-
-def _any_object() -> Structure:
-    return Structure("json_schema")
 
 
 def _regex(pattern: str | None) -> Structure | None:

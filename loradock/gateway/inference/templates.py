@@ -8,10 +8,11 @@ template takes too long.
 import asyncio
 import json
 import signal
+from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 from msgspec import Struct
@@ -39,17 +40,17 @@ _BOUNDS: Final = f"{CPU_S:g} s of processor time or {MEMORY_BYTES >> 20} MiB"
 log = structlog.get_logger("gateway")
 
 
-class Template(Protocol):
-    """A template; `reads_parts`: it reads contents as lists of parts, otherwise as texts."""
+class Template(ABC):
+    """A template; `reads_parts`: it reads contents as lists of parts, otherwise as texts.
 
-    @property
-    def reads_parts(self) -> bool:
-        """Return whether contents are lists of parts."""
+    `tool_format`: the format of tool calls that it shows; empty if it shows no known one.
+    """
 
-    @property
-    def tool_format(self) -> str:
-        """The format of tool calls that it shows; empty if it shows no known one."""
+    def __init__(self, source: str, *, reads_parts: bool) -> None:
+        self.reads_parts: Final = reads_parts
+        self.tool_format: Final = find_format(source)
 
+    @abstractmethod
     async def render(
         self, messages: Sequence[Any], variables: Mapping[str, Any], size: int, workers: Workers
     ) -> str:
@@ -71,17 +72,12 @@ class Templates(Struct, frozen=True):
         return self.tool_use if has_tools and self.tool_use is not None else self.default
 
 
-class OperatorsTemplate:
+class OperatorsTemplate(Template):
     """A template that the operator chose; raises `ValueError` for one with wrong syntax."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = ChatTemplate(source, special_tokens)
-        self.tool_format: Final = find_format(source)
-
-    @property
-    def reads_parts(self) -> bool:
-        """Return whether contents are lists of parts."""
-        return self._template.reads_parts
+        super().__init__(source, reads_parts=self._template.reads_parts)
 
     async def render(
         self, messages: Sequence[Any], variables: Mapping[str, Any], size: int, workers: Workers
@@ -90,7 +86,7 @@ class OperatorsTemplate:
         return await workers.run(size, partial(self._template.render, messages, variables))
 
 
-class AdaptersTemplate:
+class AdaptersTemplate(Template):
     """An adapter's template, rendered in a `TemplateProcess`, which makes it."""
 
     def __init__(
@@ -101,16 +97,10 @@ class AdaptersTemplate:
         *,
         reads_parts: bool,
     ) -> None:
+        super().__init__(source, reads_parts=reads_parts)
         self._process = process
         self._template: Final = {"source": source, "special_tokens": dict(special_tokens)}
-        self._reads_parts: Final = reads_parts
-        self.tool_format: Final = find_format(source)
         self._refuses_until = 0.0
-
-    @property
-    def reads_parts(self) -> bool:
-        """Return whether contents are lists of parts."""
-        return self._reads_parts
 
     async def render(
         self, messages: Sequence[Any], variables: Mapping[str, Any], size: int, workers: Workers

@@ -56,45 +56,14 @@ class ServerInfo(Struct, frozen=True):
     system_env: dict[str, str]
 
 
-class Info:
-    """`GET /server_info`."""
-
-    def __init__(self, config: GatewayConfig) -> None:
-        fields = msgspec.to_builtins(config)
-        self._config: Final = {name: fields[name] for name in fields if name not in _SECRETS}
-
-    @get("/server_info", errors=(400,))
-    async def info(self, request: Request) -> ServerInfo:
-        """Configuration without keys.
-
-        It is a string, or an object for `?config_format=json`.
-        """
-        form = request.query_params.get("config_format", "text")
-        if form not in ("text", "json"):
-            raise HttpError(
-                400, f"config_format must be text or json, got {form!r}", "config_format"
-            )
-        as_text = ", ".join(f"{name}={value!r}" for name, value in self._config.items())
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(("LORADOCK_", "VLLM_")) and "KEY" not in name
-        }
-        system = {
-            "loradock_version": VERSION,
-            "python_version": platform.python_version(),
-            "os": platform.platform(),
-        }
-        shown = self._config if form == "json" else as_text
-        return ServerInfo(shown, environment, system)
-
-
 class Health:
     """The endpoints about the state of the server."""
 
-    def __init__(self, client: AsyncClient, recorder: Recorder) -> None:
+    def __init__(self, client: AsyncClient, recorder: Recorder, config: GatewayConfig) -> None:
         self._client = client
         self._recorder = recorder
+        fields = msgspec.to_builtins(config)
+        self._config: Final = {name: fields[name] for name in fields if name not in _SECRETS}
 
     @get("/health", "/ping", errors=(503,), access="public")
     @post("/ping", errors=(503,), access="public")
@@ -133,3 +102,28 @@ class Health:
     async def load(self) -> Load:
         """Requests in progress."""
         return Load(self._recorder.active)
+
+    @get("/server_info", errors=(400,))
+    async def info(self, request: Request) -> ServerInfo:
+        """Configuration without keys.
+
+        It is a string, or an object for `?config_format=json`.
+        """
+        form = request.query_params.get("config_format", "text")
+        if form not in ("text", "json"):
+            raise HttpError(
+                400, f"config_format must be text or json, got {form!r}", "config_format"
+            )
+        as_text = ", ".join(f"{name}={value!r}" for name, value in self._config.items())
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("LORADOCK_", "VLLM_")) and "KEY" not in name
+        }
+        system = {
+            "loradock_version": VERSION,
+            "python_version": platform.python_version(),
+            "os": platform.platform(),
+        }
+        shown = self._config if form == "json" else as_text
+        return ServerInfo(shown, environment, system)

@@ -13,6 +13,7 @@ import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -20,15 +21,15 @@ import structlog
 import uvicorn
 
 from loradock.gateway.adapters.sources import ResolverError
+from loradock.gateway.address import open_listener
 from loradock.gateway.options import GatewayConfig
 from loradock.gateway.server.app import create_app
 from loradock.gateway.server.gateway import Gateway, StartError
-from loradock.gateway.server.protocol import BoundedProtocol, Bounds, bounded_protocol
+from loradock.gateway.server.protocol import BoundedProtocol, Bounds
 from loradock.processes import process_log
 from loradock.processes.progress import Progress
 from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
 
-BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75
 HEAD_TIMEOUT_S: Final = 20.0
 UNREAD_TIMEOUT_S: Final = 60.0
@@ -84,21 +85,6 @@ def run(config: GatewayConfig) -> int:
             progress.end(f"can't serve with these options: {error}")
             return EXIT_CONFIG
     return 0
-
-
-def open_listener(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raises `OSError`."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 async def serve(
@@ -204,16 +190,16 @@ def url_of(config: GatewayConfig, listener: socket.socket) -> str:
     return f"{'https' if config.ssl_certfile else 'http'}://{shown}:{port}/"
 
 
-def _protocol(config: GatewayConfig) -> type[BoundedProtocol]:
-    return bounded_protocol(
-        Bounds(
-            connections=config.connections_max,
-            head_bytes=config.header_bytes_max,
-            head_s=HEAD_TIMEOUT_S,
-            unread_s=UNREAD_TIMEOUT_S,
-            linger_s=LINGER_S,
-        )
+def _protocol(config: GatewayConfig) -> Any:
+    """Return what makes the protocol of a connection."""
+    bounds = Bounds(
+        connections=config.connections_max,
+        head_bytes=config.header_bytes_max,
+        head_s=HEAD_TIMEOUT_S,
+        unread_s=UNREAD_TIMEOUT_S,
+        linger_s=LINGER_S,
     )
+    return partial(BoundedProtocol, bounds)
 
 
 def _loop_runner() -> Callable[[Any], None]:

@@ -4,7 +4,7 @@ An answer to a request whose body has not arrived is the last of its connection.
 """
 
 import asyncio
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -36,12 +36,15 @@ class Bounds(Struct, frozen=True, kw_only=True):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection; `_head_bytes` is the size of a head that is not complete yet."""
+    """A connection within bounds; `_head_bytes` is the size of a head that is not complete yet.
 
-    bounds: ClassVar[Bounds]
+    uvicorn has no bounds: an endless head would fill the memory, and a client that reads nothing
+    would keep its request for ever.
+    """
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+    def __init__(self, bounds: Bounds, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._bounds = bounds
         self._head_bytes = 0
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
@@ -55,7 +58,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first head."""
         super().connection_made(transport)
-        if len(self.connections) > self.bounds.connections and not self._close_an_idle_one():
+        if len(self.connections) > self._bounds.connections and not self._close_an_idle_one():
             self._refuse(503, b"Service Unavailable")
             return
         self._start_timer()
@@ -73,7 +76,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Begin to wait for the client to read; one that never does ends its request."""
         super().pause_writing()
         self._stop_unread_timer()
-        self._unread_timer = self.loop.call_later(self.bounds.unread_s, self.transport.abort)
+        self._unread_timer = self.loop.call_later(self._bounds.unread_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         """Stop waiting for the client."""
@@ -100,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if not self._in_head:
             self._close_after_early_answer()
-        elif self._head_bytes > self.bounds.head_bytes:
+        elif self._head_bytes > self._bounds.head_bytes:
             self._refuse(431, b"Request Header Fields Too Large")
 
     def on_headers_complete(self) -> None:
@@ -126,7 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
             # A client that reads to the end does not wait; TLS can't be closed on one side.
             if self.transport.can_write_eof():
                 self.transport.write_eof()
-            self.loop.call_later(self.bounds.linger_s, self.transport.close)
+            self.loop.call_later(self._bounds.linger_s, self.transport.close)
 
     @property
     def _is_idle(self) -> bool:
@@ -163,7 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         self._head_timer = self.loop.call_later(
-            self.bounds.head_s, self._refuse, 408, b"Request Timeout"
+            self._bounds.head_s, self._refuse, 408, b"Request Timeout"
         )
 
     def _stop_timer(self) -> None:
@@ -181,18 +184,3 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.write(_REFUSAL % (status, reason))
             self.transport.close()
-
-
-def bounded_protocol(of: Bounds) -> type[BoundedProtocol]:
-    """Return the class of connections within these bounds.
-
-    uvicorn has no bounds: an endless head would fill the memory, and a client that
-    reads nothing would keep its request for ever.
-    """
-
-    class Configured(BoundedProtocol):
-        """A connection with these bounds."""
-
-        bounds = of
-
-    return Configured

@@ -19,11 +19,11 @@ function drawLanes() {
   const svg = $("lanes"), width = Math.max(200, svg.clientWidth), [since, until] = edges();
   const device = world.status && world.status.tiers.find(tier => tier.name === "device");
   const bars = residency.between(since, until);
-  const waits = residency.waits.filter(one => one.from_ms < until && (one.to_ms === null || one.to_ms > since));
+  const waits = [...residency.waits, ...residency.waiting.values()].filter(one => one.from_ms < until && (one.to_ms === null || one.to_ms > since));
   const slots = Math.min(SLOTS_MAX, Math.max(device ? device.count_max : 0, ...bars.map(bar => bar.slot + 1)));
   const stays = view.rows ? staysBetween(since, until) : [];
   const names = [...new Set(stays.map(one => one.adapter))].sort().slice(0, ADAPTERS_MAX);
-  const rows = [...Array(slots).keys(), ...(world.status ? ["waiting"] : []), "events", ...names], height = TOP + LANE * rows.length;
+  const rows = [...Array(slots).keys(), "waiting", "events", ...names], height = TOP + LANE * rows.length;
   const x = time => LABEL + (width - LABEL) * Math.min(1, Math.max(0, (time - since) / (until - since)));
   set(svg, { viewBox: `0 0 ${width} ${height}`, height });
   svg.classList.toggle("has-lit", view.lit !== null);
@@ -130,7 +130,8 @@ function drawMarks(layer, x, y, since, until, height) {
 function factsOf(target) {
   const { bar, mark, wait, stay } = target;
   if (stay) return `${stay.adapter} ${stay.tier} for ${seconds(((stay.to_ms === null ? now() : stay.to_ms) - stay.from_ms) / 1000)}, from ${clock(stay.from_ms)}`;
-  if (wait) return `requests wait for ${wait.adapter} since ${clock(wait.from_ms)}${wait.to_ms === null ? "" : `, until ${clock(wait.to_ms)}`}`;
+  if (wait && wait.to_ms === null) return `requests wait for ${wait.adapter} since ${clock(wait.from_ms)}`;
+  if (wait) return `requests waited ${seconds((wait.to_ms - wait.from_ms) / 1000)} for ${wait.adapter}, until ${clock(wait.to_ms)}${wait.after ? `, in whose slot ${wait.after} was` : ""}`;
   if (mark) return `${mark.adapter ? `${mark.adapter} ` : ""}${mark.text || ""}, ${clock(mark.time_ms)}`;
   if (!bar) return "";
   const until = bar.to_ms === null || bar.to_ms > now() ? now() : bar.to_ms;

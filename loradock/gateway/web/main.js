@@ -91,7 +91,8 @@ function setScrub() {
   set($("scrub"), { max: log.length ? log[log.length - 1].seq : world.seq, min: log.length ? log[0].seq - 1 : world.seq });
   if (!past) $("scrub").value = $("scrub").max;
 }
-function showPast(seq) {
+function showPast(wanted) {
+  const seq = log.length ? Math.min(Math.max(wanted, log[0].seq - 1), lastSeq()) : wanted;
   past = stateAfter(seq);
   view.until_ms = null;
   $("scrub").value = String(seq);
@@ -181,9 +182,10 @@ function remember() {
   const hash = parts.toString();
   history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
 }
-function recall() {
+async function recall() {
   const parts = new URLSearchParams(location.hash.slice(1));
-  if (/^\d+$/.test(parts.get("event") || "")) pauseAt(Number(parts.get("event")));
+  /* The adapter is shown as it was at that moment. */
+  if (/^\d+$/.test(parts.get("event") || "")) await pauseAt(Number(parts.get("event")));
   if (parts.get("adapter")) openDetails(parts.get("adapter"));
 }
 
@@ -218,6 +220,13 @@ function showRows(rows) {
   keep($("fields"), rows, ([name]) => name, ([name]) => make("tr", {}, make("th", { scope: "row" }, name), make("td")),
     (row, [, value]) => write(row.lastChild, value));
 }
+/* Of the moves, those that would change something. */
+function showCard(card) {
+  const isResident = card.state !== "evicted" && card.state !== "unregistered";
+  const offered = { hold: !card.held, release: card.held, prefetch: card.goal !== "gpu-slot", evict: isResident && !card.held };
+  for (const button of document.querySelectorAll("[data-move]")) set(button, { hidden: offered[button.dataset.move] ? null : "" });
+  showRows(rowsOf(card));
+}
 async function refreshDetails() {
   const name = shown, path = encodeURIComponent(name);
   refreshedAt = performance.now();
@@ -229,8 +238,8 @@ async function refreshDetails() {
   } else {
     const card = await fetch(`v1/lora_adapters/${path}`, { headers: headers() });
     if (shown !== name) return;
-    if (card.ok) showRows(rowsOf(await card.json()));
-    else fail($("details-message"), `status ${card.status}`);
+    if (card.ok) showCard(await card.json());
+    else fail($("details-message"), card.status === 404 ? "no adapter has this name" : `status ${card.status}`);
   }
   try {
     const { events } = await historyOf(`adapter=${path}`);

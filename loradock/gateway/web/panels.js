@@ -94,7 +94,9 @@ function lineOf({ seq, time_ms, event }) {
 }
 function makeLine(entry) {
   const line = lineOf(entry), at = line.indexOf(entry.event.type), end = at + entry.event.type.length;
-  const shown = make("li", {}, line.slice(0, at), make("b", {}, entry.event.type), line.slice(end));
+  const { slot, wait_ns } = entry.event;
+  const after = wait_ns ? residency.occupant(slot, entry.time_ms - wait_ns / 1e6, entry.time_ms) : null;
+  const shown = make("li", {}, line.slice(0, at), make("b", {}, entry.event.type), line.slice(end), after ? ` after=${after}` : "");
   if (entry.event.adapter) shown.style.setProperty("--hue", hue(entry.event.adapter));
   return shown;
 }

@@ -32,7 +32,7 @@ function makeChart([title, fields, format]) {
   const strokes = ["--accent", "--dim"].map(colour);
   const plot = new uPlot({
     width: Math.max(100, box.clientWidth), height: CHART_HEIGHT, legend: { show: false }, cursor: { show: false },
-    padding: [6, 0, 2, 0], axes: [{ show: false }, { show: false }],
+    padding: [6, 4, 2, 0], axes: [{ show: false }, { show: false }],
     scales: { y: { range: (_, low, high) => [0, high > 0 ? 1.05 * high : 1] } },
     series: [{}, ...fields.map((_, index) => ({ stroke: strokes[index], width: 1.5, spanGaps: false, points: { size: 3 } }))],
   }, [[], ...fields.map(() => [])], box);

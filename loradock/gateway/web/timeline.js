@@ -11,6 +11,8 @@ function save() {
     const style = getComputedStyle(element);
     for (const name of names) to[index].setAttribute(name, style.getPropertyValue(name));
   });
+  /* Text that is light in the dark would not be seen on white paper. */
+  copy.prepend(draw("rect", { width: "100%", height: "100%", fill: getComputedStyle($("lanes").closest("section")).backgroundColor }));
   copy.setAttribute("xmlns", SVG);
   copy.setAttribute("width", $("lanes").clientWidth);
   const link = make("a", { download: "timeline.svg", href: URL.createObjectURL(new Blob([copy.outerHTML], { type: "image/svg+xml" })) });

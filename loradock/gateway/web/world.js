@@ -48,9 +48,10 @@ function stateAfter(seq) {
 
 /* Slots over time: bars and marks as another fold of the events. */
 class Residency {
-  /* Waits are in no event: `waits` are those that this page saw. */
-  constructor(waits = []) {
-    this.bars = []; this.marks = []; this.open = new Map(); this.start_ms = null; this.waits = waits;
+  /* An event says how long a wait was, once it is over: `waiting` are the others that this page sees. */
+  constructor(waiting = new Map()) {
+    this.bars = []; this.marks = []; this.open = new Map(); this.start_ms = null;
+    this.waits = []; this.waiting = waiting; this.rowEnds = Array(WAITS_MAX).fill(0);
     /* Where each adapter was: its tier from one time to another. */
     this.stays = []; this.stay = new Map();
   }
@@ -58,7 +59,9 @@ class Residency {
     if (this.start_ms === null) this.start_ms = time_ms;
     if (event.type in TIER_OF) this.move(event.adapter, TIER_OF[event.type], time_ms);
     switch (event.type) {
-      case "AdapterActivated": this.begin(event.slot, event.adapter, time_ms, event.duration_ns); break;
+      case "AdapterActivated":
+        this.waited(event, time_ms);
+        this.begin(event.slot, event.adapter, time_ms, event.duration_ns); break;
       case "AdapterDeactivated": this.end(event.slot, event.adapter, time_ms); break;
       case "AdapterCached": this.mark(seq, "▼", event.adapter, `loaded in ${seconds(event.duration_ns / 1e9)}`, time_ms); break;
       case "AdapterEvicted":
@@ -98,14 +101,39 @@ class Residency {
     if (tier) this.stay.set(adapter, { adapter, tier, from_ms: time_ms, to_ms: null });
     else this.stay.delete(adapter);
   }
+  /* What a card says now: a wait that no event ends, as that of paused outputs, is as long as it was seen. */
   wait(adapter, isWaiting, time_ms) {
-    const open = this.waits.findLast(one => one.adapter === adapter && one.to_ms === null);
-    if (open && !isWaiting) open.to_ms = time_ms;
-    if (open || !isWaiting) return;
-    const taken = new Set(this.waits.filter(one => one.to_ms === null).map(one => one.row));
-    const row = [...Array(WAITS_MAX).keys()].find(one => !taken.has(one));
-    if (row !== undefined) this.waits.push({ adapter, row, from_ms: time_ms, to_ms: null });
+    const seen = this.waiting.get(adapter);
+    if (isWaiting && !seen) this.waiting.set(adapter, { adapter, row: this.rowFor(time_ms), from_ms: time_ms, to_ms: null });
+    if (isWaiting || !seen) return;
+    this.waiting.delete(adapter);
+    this.addWait({ ...seen, to_ms: time_ms });
+  }
+  waited({ adapter, slot, wait_ns }, to_ms) {
+    if (!wait_ns) return;
+    const from_ms = to_ms - wait_ns / 1e6, seen = this.waiting.get(adapter);
+    this.waiting.delete(adapter);
+    this.addWait({ adapter, row: seen ? seen.row : this.rowFor(from_ms), from_ms, to_ms, after: this.occupant(slot, from_ms, to_ms) });
+  }
+  addWait(wait) {
+    this.rowEnds[wait.row] = Math.max(this.rowEnds[wait.row], wait.to_ms);
+    this.waits.push(wait);
     if (this.waits.length > PAST_MAX) this.waits.splice(0, PAST_MAX / 2);
+  }
+  /* The first free row, else the one that is free next. */
+  rowFor(from_ms) {
+    const ends = [...this.rowEnds];
+    for (const one of this.waiting.values()) ends[one.row] = Infinity;
+    const free = ends.findIndex(end => end <= from_ms);
+    return free < 0 ? ends.indexOf(Math.min(...ends)) : free;
+  }
+  /* The adapter that left a slot last between two times; bars are in the order of their ends. */
+  occupant(slot, from_ms, to_ms) {
+    for (let index = this.bars.length - 1; index >= 0 && this.bars[index].to_ms > from_ms; index -= 1) {
+      const bar = this.bars[index];
+      if (bar.slot === slot && bar.to_ms <= to_ms) return bar.adapter;
+    }
+    return null;
   }
   /* The bars that begin before `until_ms` and end after `since_ms`. */
   between(since_ms, until_ms) {
@@ -125,6 +153,6 @@ const TIER_OF = {
 };
 let residency = new Residency();
 function foldAgain() {
-  residency = new Residency(residency.waits);
+  residency = new Residency(residency.waiting);
   for (const entry of log) residency.apply(entry);
 }

@@ -22,7 +22,9 @@ def test_it_is_answered_with_its_counts(task: PoolingTask, name: str | None) -> 
     assert bench.reply(request_id) is None
     bench.end_generation(request_id)
     assert bench.reply(request_id) == PoolingDone(request_id, name, task, 2, 7)
-    assert published == [events.PoolingFinished(name or "", task, "done", 2, 7)]
+    [finished] = published
+    done = events.PoolingFinished(name or "", task, "done", 2, 7, finished.duration_ns)
+    assert finished == done
     assert bench.adapter("a").leases == 0
 
 
@@ -62,7 +64,9 @@ def test_a_failure_is_reported_with_its_code(task: PoolingTask) -> None:
     refused = bench.reply(request_id)
     assert isinstance(refused, Refused)
     assert refused.code is ErrorCode.NOT_SERVED
-    assert published == [events.PoolingFinished("a", task, "L016", 0, 0)]
+    [finished] = published
+    failed = events.PoolingFinished("a", task, "L016", 0, 0, finished.duration_ns)
+    assert finished == failed
     assert bench.adapter("a").leases == 0
 
 

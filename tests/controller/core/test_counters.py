@@ -11,6 +11,7 @@ from loradock.controller.core.counters import TIME_IN
 from loradock.controller.core.invariants import InvariantError, check
 from loradock.controller.core.views import show_adapter, show_status
 from loradock.messages import records, reports, requests
+from loradock.messages.errors import ErrorCode
 from loradock.messages.requests import (
     ActivateAdapter,
     EvictAdapter,
@@ -85,6 +86,37 @@ def test_the_engines_time_and_the_requests_wait_are_counted() -> None:
     assert counters(bench, "a").wait_ns // SECOND_NS == 10
     bench.generate("a")
     assert counters(bench, "a").wait_ns // SECOND_NS == 10, "a hit waits for nothing"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_events_say_how_long_a_use_waited_and_how_long_a_request_took(fails: bool) -> None:
+    bench = CoreBench(slots=1)
+    bench.request(ActivateAdapter, "a")
+    bench.request(StageAdapter, "b")
+    running = bench.generate("a")
+    published = bench.record_events()
+    waiting = bench.generate("b")
+    # A load is no use.
+    bench.request(LoadAdapter, "b")
+    bench.now += 3 * SECOND_NS
+    bench.end_generation(running)
+    bench.settle()
+    bench.now += 2 * SECOND_NS
+    bench.end_generation(waiting, ErrorCode.NOT_SERVED if fails else None)
+    found = [(type(event).__name__, event.adapter) for event in published]
+    seconds = [
+        getattr(event, name, -SECOND_NS) // SECOND_NS
+        for event, name in zip(
+            published, ("duration_ns", "", "wait_ns", "duration_ns"), strict=True
+        )
+    ]
+    assert found == [
+        ("GenerationFinished", "a"),
+        ("AdapterDeactivated", "a"),
+        ("AdapterActivated", "b"),
+        ("GenerationFinished", "b"),
+    ]
+    assert seconds == [3, -1, 3, 5]
 
 
 def test_a_wait_for_room_is_counted_for_the_adapter_that_waits_and_the_one_that_leaves() -> None:

@@ -34,7 +34,7 @@ from tests.support.campaign.scheduler import Scheduler
 from tests.support.simulation.engine_records import Content
 
 NAMES: Final = ("a", "b", "c", "d", "e")
-RANKINGS: Final = ("fifo", "sieve", "gdsf", "lrfu", "adaptive")
+RANKINGS: Final = ("fifo", "sieve", "gdsf", "adaptive")
 TURNS_AT_BYTES: Final = (60, 80, 90, 170, 230)
 """In schedules with one of these bounds on host memory, adapters take turns in the slots."""
 RESTART_NS: Final = 30 * MS

@@ -4,7 +4,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,7 +39,10 @@ def _free_pair() -> int:
 class Etcd:
     """A cluster; `file` is its `fleet.toml`."""
 
-    def __init__(self, directory: Path, count: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, directory: Path, count: int, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+    ) -> None:
+        self._prefix = prefix
         if shutil.which("etcd") is None:
             pytest.skip("etcd is not installed: apt-get install etcd-server")
         self.members = [Member(host, _free_pair()) for _ in range(count)]
@@ -54,6 +57,7 @@ class Etcd:
         command = etcd_command(self.members, member, self.directory, state, "t")
         # A test's data need no disk: the fleet is as fast as the machine.
         command = [*command, "--unsafe-no-fsync"] if _can_skip_sync() else command
+        command = [*self._prefix, *command]
         log = (self.directory / f"{member.name}.log").open("ab")
         self._processes[member] = subprocess.Popen(command, stdout=log, stderr=log)
         log.close()
@@ -65,6 +69,9 @@ class Etcd:
         except httpx.HTTPError:
             return False
         return found.json().get("health") == "true"
+
+    def signal(self, member: Member, number: signal.Signals) -> None:
+        self._processes[member].send_signal(number)
 
     def kill(self, member: Member) -> None:
         process = self._processes.pop(member)
@@ -82,9 +89,11 @@ def _can_skip_sync() -> bool:
 
 
 @contextmanager
-def etcd(directory: Path, count: int = 1, host: str = "127.0.0.1") -> Iterator[Etcd]:
+def etcd(
+    directory: Path, count: int = 1, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+) -> Iterator[Etcd]:
     """A cluster that answers; skips the test if etcd is not installed."""
-    cluster = Etcd(directory, count, host)
+    cluster = Etcd(directory, count, host, prefix)
     try:
         for member in cluster.members:
             cluster.start(member)

@@ -143,15 +143,18 @@ class Fleet:
             return len(ready) == len(self.docks) and all(ready) and self.complete().status == 200
         return False
 
-    def status(self) -> Any:
-        headers = {"Authorization": f"Bearer {self.etcd.config.key}"}
-        return self.http.get("/fleet/status", headers=headers).json()
+    def key(self) -> dict[str, str]:
+        """Return the header with the fleet's key."""
+        return {"Authorization": f"Bearer {self.etcd.config.key}"}
 
-    def fronts(self) -> list[str]:
-        """Return the fronts of the catalogue."""
+    def status(self) -> Any:
+        return self.http.get("/fleet/status", headers=self.key()).json()
+
+    def fronts(self) -> dict[str, str]:
+        """Return the fronts of the catalogue, and why they don't answer."""
         command = [*LORADOCK, "fleet", "status", "--fleet", str(self.etcd.file), "--json"]
         found = subprocess.run(command, capture_output=True, text=True, check=True)
-        return [one["address"] for one in json.loads(found.stdout)["fronts"]]
+        return {one["address"]: one["problem"] for one in json.loads(found.stdout)["fronts"]}
 
     def complete(self, adapter: str = "adapter-0", http: httpx.Client | None = None) -> Answer:
         """Send one completion; the text of its answer is the port of the dock."""
@@ -159,6 +162,12 @@ class Fleet:
         found = (http or self.http).post("/v1/completions", json=body)
         text = found.json()["choices"][0]["text"] if found.status_code == 200 else found.text
         return Answer(found.status_code, text, adapter, found.elapsed.total_seconds())
+
+    def serves(self, http: httpx.Client) -> bool:
+        """Return whether a client's server answers, which may not listen yet."""
+        with contextlib.suppress(httpx.ConnectError):
+            return self.complete("adapter-0", http).status == 200
+        return False
 
     def dock_of(self, port: str) -> Dock:
         """Return the dock that has given an answer."""
