@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Final, NamedTuple
 
+import httpx
+
 from benchmarks.figures import Figure
 from benchmarks.fleet_simulation import Result, Traffic, simulate
 from benchmarks.http_load import connections, post, rate, seconds
@@ -28,6 +30,7 @@ from loradock.fleet.picker import Load, Picker, Seen
 from tests.support.fleet.etcd import etcd, free_ports
 from tests.support.fleet.fleets import Clients, Dock, Fleet, Process, pids_of_session
 from tests.support.fleet.proxies import Proxy
+from tests.support.waiting import wait_until
 
 _SEEDS: Final = range(4)
 _TRAFFIC: Final = Traffic(12_000, 160.0)
@@ -174,6 +177,9 @@ def _costs(fleet: Fleet, directory: Path) -> Iterator[Figure]:
             "bare": _Server(bare_port, [*own, asking.process.pid, bare.process.pid]),
             "front": _Server(fleet.port, [*own, *front]),
         }
+        for port in (alone_port, bare_port):
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+                wait_until(lambda http=http: fleet.serves(http), what="a proxy")
         costs = asyncio.run(_measure(servers))
     yield from _figures(costs)
 

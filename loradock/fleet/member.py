@@ -169,7 +169,7 @@ class Member:
         self, name: str, wanted: WantedAdapter, view: AdapterView | None, *, keeps: bool
     ) -> None:
         """Load the files of an adapter, unless they are loaded; raises `LoradockError`."""
-        if view is None or _is_other(wanted, view):
+        if view is None or not view.fingerprint or view.fingerprint != wanted.fingerprint:
             await self._client.load(name, wanted.path, replace=True)
             view = (await self._client.show(name)).adapter
         if _is_other(wanted, view):

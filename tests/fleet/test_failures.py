@@ -4,7 +4,6 @@ Killed and stopped docks, and killed pickers, are in `test_front.py`. A request 
 fails the test as all hanging waits do; no result depends on a time.
 """
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -54,13 +53,7 @@ def test_another_front_serves_when_one_dies(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}"
         try:
             with httpx.Client(base_url=url, timeout=HANG_S, trust_env=False) as http:
-
-                def serves() -> bool:
-                    with contextlib.suppress(httpx.ConnectError):
-                        return fleet.complete("adapter-0", http).status == 200
-                    return False
-
-                wait_until(serves)
+                wait_until(lambda: fleet.serves(http))
                 wait_until(lambda: len(fleet.fronts()) == 2)
                 home = fleet.complete("adapter-0").text
                 fleet.front.kill()

@@ -147,13 +147,7 @@ def test_a_front_with_a_certificate_serves_https_alone(fleet: Fleet) -> None:
         with httpx.Client(
             base_url=f"https://127.0.0.1:{port}", timeout=HANG_S, verify=trusted, trust_env=False
         ) as http:
-
-            def serves() -> bool:
-                with suppress(httpx.ConnectError):
-                    return fleet.complete("adapter-1", http).status == 200
-                return False
-
-            wait_until(serves, front.log.read_text)
+            wait_until(lambda: fleet.serves(http), front.log.read_text)
         # Clients that trust others, or speak HTTP, get nothing.
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(f"https://127.0.0.1:{port}/live")
@@ -254,7 +248,7 @@ def test_a_front_that_is_stopped_ends_its_requests(fleet: Fleet) -> None:
     front = fleet.start_front(port)
     answers: list[Answer] = []
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as http:
-        wait_until(lambda: not _refuses(port) and fleet.complete("adapter-1", http).status == 200)
+        wait_until(lambda: fleet.serves(http))
         # Whichever dock gets the request.
         for dock in fleet.docks:
             dock.be_silent()

@@ -163,6 +163,12 @@ class Fleet:
         text = found.json()["choices"][0]["text"] if found.status_code == 200 else found.text
         return Answer(found.status_code, text, adapter, found.elapsed.total_seconds())
 
+    def serves(self, http: httpx.Client) -> bool:
+        """Return whether a client's server answers, which may not listen yet."""
+        with contextlib.suppress(httpx.ConnectError):
+            return self.complete("adapter-0", http).status == 200
+        return False
+
     def dock_of(self, port: str) -> Dock:
         """Return the dock that has given an answer."""
         return next(dock for dock in self.docks if str(dock.port) == port)
