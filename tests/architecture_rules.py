@@ -74,14 +74,14 @@ ROOMS: Final = (
     _package(
         "cli",
         "processes messages controller.core controller.log controller.server "
-        "client fleet gateway.options gateway.web lab "
+        "client fleet gateway.address gateway.options gateway.web lab "
         "gateway.inference.chat_template gateway.inference.model_files",
         "msgspec rich structlog typer",
     ),
     _package(
         "cli.serve",
         "processes messages cli client controller.core controller.log controller.server "
-        "fleet gateway.options",
+        "fleet gateway.address gateway.options",
         "msgspec structlog typer",
     ),
     # It joins all commands.

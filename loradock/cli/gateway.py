@@ -11,7 +11,8 @@ import typer
 from loradock.cli.context import AsJson, Settings, output_of, replace_process, settings_of
 from loradock.cli.exit_codes import CommandError, ExitCode
 from loradock.cli.options import with_options
-from loradock.gateway.options import GatewayConfig, GatewayOptions, GatewayStart, parse_address
+from loradock.gateway.address import parse_address
+from loradock.gateway.options import GatewayConfig, GatewayOptions, GatewayStart
 from loradock.processes.subprocesses import process_command
 
 app = typer.Typer()
@@ -35,6 +36,7 @@ def gateway(
         start.adapter_roots,
         start.max_model_len,
     )
+    check_certificate(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
     if as_json:
         config = msgspec.structs.replace(config, log_format="json")
     replace_process(process_command("gateway", config))
@@ -67,3 +69,28 @@ def gateway_config(
         adapter_roots=tuple(adapter_roots),
         max_model_len=max_model_len,
     )
+
+
+def check_certificate(file: str, key_file: str, authorities: str = "") -> None:
+    """Raise `CommandError` for files that HTTPS can't use; no `file` is HTTP."""
+    import ssl
+
+    if not file and (key_file or authorities):
+        raise CommandError(
+            ExitCode.USAGE, "--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, for HTTPS"
+        )
+    if not file:
+        return
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(file, key_file or None)
+    except OSError as error:
+        files = f"--ssl-certfile {file} and --ssl-keyfile {key_file or file}"
+        reason = f"{files} are no certificate and its key: {error}"
+        raise CommandError(ExitCode.USAGE, reason) from error
+    try:
+        if authorities:
+            context.load_verify_locations(authorities)
+    except OSError as error:
+        reason = f"--ssl-ca-certs {authorities} has no certificates: {error}"
+        raise CommandError(ExitCode.USAGE, reason) from error

@@ -9,11 +9,11 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from msgspec import Struct
 
+from loradock.gateway.address import HOST_DEFAULT
 from loradock.messages.engine_options import LogFormat
 from loradock.messages.options import option
 
 PORT_DEFAULT: Final = 8000
-HOST_DEFAULT: Final = "127.0.0.1"
 
 UPDATING_VARIABLE: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _TRUE: Final = ("1", "true", "yes", "on")
@@ -294,14 +294,6 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
     fleet_key: str = ""
     parent_fd: int = -1
     progress: str = ""
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of `HOST:PORT`, `[IPV6]:PORT` or `PORT`; raises `ValueError`."""
-    host, _, port = text.rpartition(":")
-    if not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise ValueError(f"{text!r} is not an address; HOST:PORT is needed, like 127.0.0.1:8000")
-    return host.removeprefix("[").removesuffix("]") or HOST_DEFAULT, int(port)
 
 
 def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bool:

@@ -24,13 +24,14 @@ from loradock.cli.context import (
 )
 from loradock.cli.exit_codes import CommandError, ExitCode
 from loradock.cli.fleet import fleet_errors
-from loradock.cli.gateway import gateway_config
+from loradock.cli.gateway import check_certificate, gateway_config
 from loradock.cli.last_run import LastRun, changes, read_last_run, run_of, write_last_run
 from loradock.cli.options import read_config_file, with_options
 from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.controller.core.limits import Limits, LimitsError, check_limits
 from loradock.controller.server.config import ServerConfig, ServerOptions
 from loradock.controller.server.preloads import DefaultPaths
+from loradock.gateway.address import open_listener
 from loradock.gateway.options import GatewayConfig, GatewayOptions
 from loradock.messages.addresses import endpoint, with_port_offset
 from loradock.messages.engine_options import EngineOptions, LoRAOptions
@@ -185,7 +186,22 @@ def _check_start(config: ServeConfig) -> None:
             f"a server runs in {directory} already (process {holder})",
             f"end it with `loradock --dir {directory} stop`, or serve in another --dir",
         )
+    if gateway := config.gateway:
+        check_certificate(gateway.ssl_certfile, gateway.ssl_keyfile, gateway.ssl_ca_certs)
+        _check_free(gateway.host, gateway.port)
     _confirm_changes(config)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise `CommandError` if the gateway can't listen at an address."""
+    try:
+        open_listener(host, port).close()
+    except OSError as error:
+        raise CommandError(
+            ExitCode.UNREACHABLE,
+            f"--http {host}:{port} can't be used: {error.strerror or error}",
+            "name another port, or an address of this machine",
+        ) from error
 
 
 def _run_of(config: ServeConfig) -> LastRun:

@@ -13,7 +13,8 @@ import typer
 from loradock.cli.context import AdapterArgument, AsJson, output_of, replace_process
 from loradock.cli.exit_codes import CommandError, ExitCode
 from loradock.cli.fleet import FLEET_FILE, FleetFile, fleet_errors, status_tables, with_catalogue
-from loradock.gateway.options import parse_address
+from loradock.cli.gateway import check_certificate
+from loradock.gateway.address import parse_address
 from loradock.messages.engine_options import LogFormat
 from loradock.processes.subprocesses import process_command
 
@@ -146,17 +147,12 @@ def _address(flag: str, text: str) -> tuple[str, int]:
 
 def _certificate(file: str, key_file: str) -> str:
     """Return the front's own certificate as PEM, the first one of the file; empty for HTTP."""
-    if bool(file) != bool(key_file):
-        raise CommandError(ExitCode.USAGE, "--ssl-certfile and --ssl-keyfile belong together")
+    if file and not key_file:
+        raise CommandError(ExitCode.USAGE, "--ssl-certfile needs --ssl-keyfile here")
+    check_certificate(file, key_file)
     if not file:
         return ""
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(file, key_file)
-        chain = Path(file).read_text(encoding="ascii", errors="replace")
-    except OSError as error:
-        raise CommandError(
-            ExitCode.USAGE, f"{file} and {key_file} are no certificate and its key: {error}"
-        ) from error
+    chain = Path(file).read_text(encoding="ascii", errors="replace")
     content = chain.partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
     return f"{ssl.PEM_HEADER}{content}{ssl.PEM_FOOTER}\n"
 

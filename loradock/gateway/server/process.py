@@ -21,6 +21,7 @@ import structlog
 import uvicorn
 
 from loradock.gateway.adapters.sources import ResolverError
+from loradock.gateway.address import open_listener
 from loradock.gateway.options import GatewayConfig
 from loradock.gateway.server.app import create_app
 from loradock.gateway.server.gateway import Gateway, StartError
@@ -29,7 +30,6 @@ from loradock.processes import process_log
 from loradock.processes.progress import Progress
 from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
 
-BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75
 HEAD_TIMEOUT_S: Final = 20.0
 UNREAD_TIMEOUT_S: Final = 60.0
@@ -85,21 +85,6 @@ def run(config: GatewayConfig) -> int:
             progress.end(f"can't serve with these options: {error}")
             return EXIT_CONFIG
     return 0
-
-
-def open_listener(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raises `OSError`."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 async def serve(

@@ -15,6 +15,7 @@ from loradock.controller.core.limits import TURN_TOKENS_DEFAULT, Limits, limits_
 from loradock.controller.server.config import ServerConfig, ServerOptions, Supervision
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.worker.process import configs
+from loradock.gateway.address import open_listener
 from loradock.gateway.options import GatewayConfig, GatewayOptions
 from loradock.messages.engine_options import EngineOptions, EngineProcess, LoRAOptions
 from loradock.messages.options import Option, options_of
@@ -260,6 +261,26 @@ def test_an_address_that_no_key_could_use_is_refused_at_the_start(tmp_path: Path
     allowed = run("keys", "allow", "me", str(tmp_path / "me.pub"), directory=tmp_path)
     assert allowed.exit_code == 0, allowed.output
     assert run(*words, directory=tmp_path).exit_code == 0
+
+
+def test_what_https_or_the_address_can_not_be_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "no.pem").write_text("not PEM")
+    pem = str(tmp_path / "no.pem")
+    words = ("serve", "--check", "--model", str(TINY / "model"), "--http")
+    for files, reason in (
+        (("--ssl-keyfile", pem), "need --ssl-certfile"),
+        (("--ssl-ca-certs", pem), "need --ssl-certfile"),
+        (("--ssl-certfile", pem), "are no certificate and its key"),
+    ):
+        refused = run(*words, "0", *files, directory=tmp_path)
+        assert refused.exit_code == ExitCode.USAGE
+        assert reason in refused.stderr
+    with open_listener("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        refused = run(*words, str(port), directory=tmp_path)
+        assert refused.exit_code == ExitCode.UNREACHABLE
+        assert f"--http 127.0.0.1:{port} can't be used: Address already in use" in refused.stderr
+    assert run(*words, str(port), directory=tmp_path).exit_code == 0
 
 
 def test_serve_prints_its_configuration_as_json_and_exits_like_its_children(

@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from loradock.client import async_client, sockets
-from loradock.gateway.options import GatewayConfig, parse_address
+from loradock.gateway.address import parse_address
+from loradock.gateway.options import GatewayConfig
 from loradock.gateway.server import gateway, process
 from loradock.messages import requests as rq
 from loradock.messages.errors import NotAllowed

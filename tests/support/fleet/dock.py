@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from loradock.fleet.member import MemberConfig
+from loradock.gateway.address import open_listener
 from loradock.gateway.options import GatewayConfig
-from loradock.gateway.server.process import open_listener, serve
+from loradock.gateway.server.process import serve
 from loradock.messages import events as ev
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode

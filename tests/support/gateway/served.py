@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import msgspec
 
+from loradock.gateway.address import open_listener
 from loradock.gateway.options import GatewayConfig
-from loradock.gateway.server.process import open_listener, serve
+from loradock.gateway.server.process import serve
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.processes.progress import Progress
