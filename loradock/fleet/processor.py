@@ -57,7 +57,7 @@ class Processor:
 
     def begin(self) -> "Exchange":
         """Return the exchange of messages about a new request."""
-        return Exchange(self)
+        return Exchange(self, ends_with_decision=bool(self._prefix))
 
     def status_of(self, headers: Mapping[str, bytes]) -> Any:
         """Return the response to a request for the status."""
@@ -83,13 +83,15 @@ class Processor:
 class Exchange:
     """The messages about one request.
 
-    It is over with the decision: what the gateway would send about the response is spared.
+    Our own front sends nothing after the decision; other gateways can send the response, too, which
+    goes back unchanged.
     """
 
-    def __init__(self, processor: Processor) -> None:
+    def __init__(self, processor: Processor, *, ends_with_decision: bool) -> None:
         self.is_over = False
         self._processor = processor
-        self._is_streamed = False
+        self._ends_with_decision = ends_with_decision
+        self._is_streamed = self._returns_body = False
         self._body = bytearray()
 
     def on_message(self, data: bytes) -> list[bytes]:
@@ -103,6 +105,7 @@ class Exchange:
     def _responses(self, request: Any) -> list[Any]:
         if request.HasField("protocol_config"):
             self._is_streamed = request.protocol_config.request_body_mode == BODY_STREAMED
+            self._returns_body = request.protocol_config.response_body_mode == BODY_STREAMED
         if request.HasField("request_headers"):
             return self._on_headers(request.request_headers, _model_in(request.metadata_context))
         if request.HasField("request_body"):
@@ -110,7 +113,18 @@ class Exchange:
             return self._on_body(ends=True) if request.request_body.end_of_stream else []
         if request.HasField("request_trailers"):
             return [*self._on_body(ends=False), ProcessingResponse(request_trailers={})]
-        return []
+        return self._unchanged(request)
+
+    def _unchanged(self, request: Any) -> list[Any]:
+        """Return the response to a part of a dock's answer."""
+        if request.HasField("response_headers"):
+            return [ProcessingResponse(response_headers={})]
+        if request.HasField("response_body"):
+            sent = request.response_body
+            part = {"body": sent.body, "end_of_stream": sent.end_of_stream}
+            same = {"response": {"body_mutation": {"streamed_response": part}}}
+            return [ProcessingResponse(response_body=same if self._returns_body else {})]
+        return [ProcessingResponse(response_trailers={})]
 
     def _on_headers(self, message: Any, model: str) -> list[Any]:
         headers = {one.key: one.raw_value or one.value.encode() for one in message.headers.headers}
@@ -119,7 +133,7 @@ class Exchange:
             return [self._processor.status_of(headers)]
         model = headers.get(ADAPTER_HEADER, b"").decode("latin-1") or model
         if message.end_of_stream or (model and not self._is_streamed):
-            self.is_over = True
+            self.is_over = self._ends_with_decision
             return [_headers_response(self._processor.decide(model), self._is_streamed)]
         # It follows the body.
         return (
@@ -130,8 +144,9 @@ class Exchange:
 
     def _on_body(self, *, ends: bool) -> list[Any]:
         """Return the responses to a whole body, which `ends` the request unless trailers follow."""
-        self.is_over = True
+        self.is_over = self._ends_with_decision
         body = bytes(self._body)
+        self._body.clear()
         chosen = self._processor.decide(model_of(body))
         if self._is_streamed:
             return [_headers_response(chosen, self._is_streamed), *_chunks(body, ends=ends)]

@@ -26,14 +26,16 @@ def picker() -> Picker:
 
 
 def answers(*requests: Any, found: Picker | None = None) -> list[Any]:
-    """Return the responses to the messages about one request."""
+    """Return the responses to the messages about one request, as another gateway gets them."""
     exchange = Processor(found or picker(), "k" * 16).begin()
-    responses = []
-    for request in requests:
-        assert not exchange.is_over
-        responses += exchange.on_message(request.SerializeToString())
-    assert exchange.is_over
+    responses = [one for request in requests for one in exchange.on_message(encoded(request))]
+    assert not exchange.is_over
     return [ProcessingResponse.FromString(one) for one in responses]
+
+
+def encoded(request: Any) -> bytes:
+    data: bytes = request.SerializeToString()
+    return data
 
 
 def headers(end_of_stream: bool = False, streamed: bool = False, **named: str) -> Any:
@@ -107,6 +109,36 @@ def test_trailers_end_a_body() -> None:
     sent = chunk.request_body.response.body_mutation.streamed_response
     assert (sent.body, sent.end_of_stream) == (data, False)
     assert last.HasField("request_trailers")
+
+
+@pytest.mark.parametrize("mode", [BODY_BUFFERED, BODY_STREAMED])
+def test_what_a_gateway_sends_of_the_response_goes_back_unchanged(mode: int) -> None:
+    request = headers(end_of_stream=True)
+    request.protocol_config.response_body_mode = mode
+    parts = [(b"a", False), (b"", True)]
+    _, head, *bodies, last = answers(
+        request,
+        ProcessingRequest(response_headers={}),
+        *(ProcessingRequest(response_body={"body": b, "end_of_stream": end}) for b, end in parts),
+        ProcessingRequest(response_trailers={}),
+    )
+    assert head.HasField("response_headers")
+    assert last.HasField("response_trailers")
+    sent = [one.response_body.response.body_mutation.streamed_response for one in bodies]
+    returned = [(one.body, one.end_of_stream) for one in sent]
+    assert returned == (parts if mode == BODY_STREAMED else [(b"", False)] * 2)
+    assert all(one.HasField("response_body") for one in bodies)
+
+
+def test_with_our_own_front_an_exchange_is_over_with_the_decision() -> None:
+    processor = Processor(picker(), "k" * 16, "envoy://relay/")
+    for requests in ((headers(end_of_stream=True),), (headers(), body(b"{}")),
+                     (headers(x_loradock_adapter="upper"),)):  # fmt: skip
+        exchange = processor.begin()
+        for request in requests:
+            assert not exchange.is_over
+            exchange.on_message(encoded(request))
+        assert exchange.is_over
 
 
 def test_what_is_no_message_is_an_error() -> None:
