@@ -133,7 +133,9 @@ node: $(STAMP) $(VENV)-node/.installed  ## run the client in JavaScript (needs N
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/examples/test_node_client.py -p no:xdist
 
 # g++ compiles a few lines once.
-rehearse: $(STAMP)  ## run the engine on a simulated CUDA device, and print a decode step's budgets
+rehearse: $(STAMP)  ## compile all kernels, run on a simulated CUDA device, print a decode step's budgets
+	LORADOCK_COMPILE_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
+	  tests/engine/kernels/test_compiled.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --simulated-device \
 	  tests/rehearsal tests/integration/test_engine_gpu.py
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearse

@@ -22,6 +22,7 @@ from loradock.engine.adapters.lora_model import LoRAModel
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.library.generation import cache_argument
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.staging import stage
@@ -47,11 +48,14 @@ Seconds = dict[str, list[float]]
 
 
 class Variant:
-    """A way to run the model: a call with tokens and a cache."""
+    """A way to run the model: a call with tokens and a cache, whose argument is `cache_name`."""
 
-    def __init__(self, call: Callable[..., Any], before: Callable[[bool], None]) -> None:
+    def __init__(
+        self, call: Callable[..., Any], before: Callable[[bool], None], cache_name: str
+    ) -> None:
         self._call = call
         self._before = before
+        self._cache_name = cache_name
 
     def prefill(self) -> tuple[Tensor, DynamicCache]:
         """Return the logits after all prompts, and their cache."""
@@ -67,9 +71,8 @@ class Variant:
         return logits
 
     def _step(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
-        output = self._call(
-            input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
+        arguments = {"input_ids": tokens, self._cache_name: cache}
+        output = self._call(**arguments, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1]
 
 
@@ -102,11 +105,13 @@ def _variants() -> dict[str, Variant]:
     def peft(**arguments: Any) -> Any:
         return adapted(adapter_names=names, **arguments)
 
+    base = _model()
+    cache_name = cache_argument(base)
     return {
-        "base": Variant(_model(), lambda _: None),
+        "base": Variant(base, lambda _: None, cache_name),
         "ours": _ours(_model(), adapters),
         "separate": _ours(_with_unpackable_layers(_model()), adapters),
-        "peft": Variant(peft, lambda _: None),
+        "peft": Variant(peft, lambda _: None, cache_name),
     }
 
 
@@ -168,7 +173,7 @@ def _ours(model: PreTrainedModel, adapters: list[LoRAModel]) -> Variant:
         tokens = ids.repeat_interleave(PROMPT_TOKENS) if is_prefill else ids
         punica.update_metadata(LoRAMapping(tokens, ids, is_prefill), layout)
 
-    return Variant(prepared.model, before)
+    return Variant(prepared.model, before, prepared.cache_argument)
 
 
 def _check(variants: Mapping[str, Variant]) -> None:

@@ -144,17 +144,21 @@ def _of_models() -> tuple[str, ...]:
         "## Versions of transformers, torch and Python",
         _table(COLUMNS, (row.cells() for row in read_rows())),
         "`make matrix` installs each environment, and judges every causal architecture that its "
-        "version of `transformers` knows. `oldest` has the lower bounds of all dependencies, the "
-        "versions of Python have the newest of all.",
+        "version of `transformers` knows; what can't be installed has no row. `oldest` has the "
+        "lower bounds of all dependencies (torch is the oldest build without CUDA that was found), "
+        "the versions of Python have the newest of all, with CUDA's libraries and without a card. "
+        "Python 3.14, torch 2.12 and torch 2.14 are allowed and were not run; every dependency of "
+        "`loradock[serve]` has a wheel for Python 3.14 (Linux, x86-64).",
         "## Mixtures of experts",
         _table(
             ("model", "`model_type`", "other layers", "experts", "in mixed mode", "ranks"),
             _experts(),
         ),
         "Several ranks share experts by columns, also with `fully_sharded_loras`, or whole "
-        "(`expert_parallel`). Experts without a gate (`up_proj`, `down_proj`) have the same "
-        "format in both modes. Other experts modules are served if `transformers` specifies "
-        "their layout.",
+        "(`expert_parallel`); of experts that return their input (`longcat_flash`), one rank adds "
+        "what they return. Experts without a gate (`up_proj`, `down_proj`) have the same format "
+        "in both modes. Other experts modules are served if `transformers` specifies their "
+        "layout.",
         "## Models that embed or classify",
         _table(("class", "task", "pooling", "wrapped"), _pooled()),
         "An adapter may contain its own classification head (`modules_to_save`).",

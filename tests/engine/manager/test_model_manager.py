@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import (
@@ -17,6 +17,7 @@ from loradock.engine.manager import (
     LRUCacheLoRAModelManager,
     create_lora_manager,
 )
+from loradock.engine.models.library.generation import cache_argument
 from loradock.engine.punica import LoRAMapping, MappingType
 from loradock.messages.errors import ErrorCode
 from tests.support.engine.engine_examples import relative_error
@@ -122,10 +123,11 @@ def test_decode_continues_a_prefill() -> None:
     ids = torch.tensor([PROMPT])
     manager.set_adapter_mapping(mapping_of(1))
     with torch.no_grad():
-        out = manager.model(ids, use_cache=True)
+        cached = {cache_argument(manager.model): DynamicCache(), "use_cache": True}
+        out = manager.model(ids, **cached)
         token = out.logits[:, -1:].argmax(-1)
         manager.set_adapter_mapping(LoRAMapping([1], [1]))
-        step = manager.model(token, past_key_values=out.past_key_values, use_cache=True)
+        step = manager.model(token, **cached)
         manager.set_adapter_mapping(LoRAMapping([1] * 6, [1]))
         whole = manager.model(torch.cat([ids, token], 1)).logits
     assert relative_error(step.logits[0, -1], whole[0, -1]) < ERROR_MAX

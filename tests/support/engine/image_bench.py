@@ -21,6 +21,7 @@ from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.image_inputs import position_offsets
 from loradock.engine.models.image_processor import ProcessedPrompt, load_processor
 from loradock.engine.models.kv_cache import BatchKVCache
+from loradock.engine.models.library.generation import cache_argument
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.tokenization import prompt_tokens
 from loradock.engine.parallel import SINGLE, ParallelGroup
@@ -115,12 +116,12 @@ class PeftReference:
                 module.rope_deltas = None
 
     def _steps(self, row: PromptRow, next_tokens: Sequence[int]) -> list[Tensor]:
-        cache = DynamicCache()
+        cached = {cache_argument(self.model.get_base_model()): DynamicCache(), "use_cache": True}
         self._reset_positions()
         inputs: dict[str, Any] = self.inputs(row)
         found = []
         for token in (*next_tokens, None):
-            output = self.model(**inputs, past_key_values=cache, use_cache=True)
+            output = self.model(**inputs, **cached)
             found.append(output.logits[0, -1])
             inputs = {"input_ids": torch.tensor([[token or 0]])}
         return found

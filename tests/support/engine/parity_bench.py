@@ -17,6 +17,7 @@ from loradock.engine.adapters import LoRAModel, read_adapter
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.causal_model import CausalModel
+from loradock.engine.models.library.generation import cache_argument
 from loradock.engine.models.row_cache import RowCache
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
@@ -258,12 +259,10 @@ class PeftDecodeReference:
         return self._steps(prompt, next_tokens)
 
     def _steps(self, prompt: Sequence[int], next_tokens: Sequence[int]) -> list[Tensor]:
-        cache = DynamicCache()
+        cached = {cache_argument(self.model.get_base_model()): DynamicCache(), "use_cache": True}
         found = []
         for tokens in (prompt, *([token] for token in next_tokens)):
-            output = self.model(
-                input_ids=torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True
-            )
+            output = self.model(input_ids=torch.tensor([list(tokens)]), **cached)
             found.append(output.logits[0, -1])
         return found
 

@@ -25,8 +25,7 @@ SAME: Final[Mapping[str, str]] = {
 """Types whose causal model is that of another type, with the same or the nested configuration."""
 
 _ASSISTANT: Final = (
-    "it drafts for another model, whose keys all its layers must share; `transformers` 5.23 raises "
-    "ValueError for such a configuration when the model is built"
+    "it drafts for another model, whose keys all its layers must share, and generates nothing alone"
 )
 
 NOT_BUILDABLE: Final[Mapping[str, str]] = {
