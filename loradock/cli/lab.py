@@ -70,7 +70,7 @@ def lab(
     workloads: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[WORKLOAD]...",
+            metavar="WORKLOAD",
             help="Names of workloads, or files of public traces: Azure LLM inference, BurstGPT, "
             "Mooncake, ServeGen. Default: all that need no file.",
             autocompletion=_workload_names,
