@@ -33,10 +33,10 @@ _MESSAGES: Final = {
     "NamedMetadata": "1 string key, 2 Struct value",
     "Metadata": "1 NamedMetadata* filter_metadata",
     "ProcessingRequest": (
-        "2 HttpHeaders request_headers, 3 HttpHeaders response_headers, 4 HttpBody request_body, "
-        "5 HttpBody response_body, 6 HttpTrailers request_trailers, "
-        "7 HttpTrailers response_trailers, 8 Metadata metadata_context, "
-        "11 ProtocolConfiguration protocol_config"
+        "2 HttpHeaders request_headers, 3 HttpHeaders response_headers, "
+        "4 HttpBody request_body, 5 HttpBody response_body, "
+        "6 HttpTrailers request_trailers, 7 HttpTrailers response_trailers, "
+        "8 Metadata metadata_context, 11 ProtocolConfiguration protocol_config"
     ),
     "StreamedBodyResponse": "1 bytes body, 2 bool end_of_stream",
     "BodyMutation": "3 StreamedBodyResponse streamed_response",
@@ -50,8 +50,8 @@ _MESSAGES: Final = {
         "1 HeadersResponse request_headers, 2 HeadersResponse response_headers, "
         "3 BodyResponse request_body, 4 BodyResponse response_body, "
         "5 TrailersResponse request_trailers, 6 TrailersResponse response_trailers, "
-        "7 ImmediateResponse immediate_response, "
-        "8 Struct dynamic_metadata, 9 ProcessingMode mode_override"
+        "7 ImmediateResponse immediate_response, 8 Struct dynamic_metadata, "
+        "9 ProcessingMode mode_override"
     ),
 }
 """Fields as `number type name`; a repeated one's type ends with an asterisk. Enums are numbers."""
