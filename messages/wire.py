@@ -145,6 +145,22 @@ def _array_head(count: int) -> bytes:
     return bytes((0x90 + count,)) if count < 16 else b"\xdc" + count.to_bytes(2)
 
 
+def batches(bodies: list[bytes], bytes_max: int) -> list[list[bytes]]:
+    """Group encoded messages by the bounds of a frame; one that is longer than these is alone."""
+    # The usual case first.
+    if len(bodies) == 1:
+        return [bodies]
+    found: list[list[bytes]] = []
+    size = 0
+    for body in bodies:
+        size += len(body)
+        if not found or size > bytes_max or len(found[-1]) == BATCH_MAX:
+            found.append([])
+            size = len(body)
+        found[-1].append(body)
+    return found
+
+
 class BatchChannel(Channel[tuple[T, ...]]):
     """A channel whose frames hold several messages.
 

@@ -242,10 +242,6 @@ class Access:
         return msgspec.structs.replace(reply, events=shown)
 
 
-LOCAL_ONLY: Final = Access()
-"""No keys: only local clients may do anything."""
-
-
 def _expression(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(translate, patterns))) if patterns else None
 

@@ -62,8 +62,8 @@ class Admin:
         link: EngineLink,
         snapshots: SnapshotProcess,
         health: LogHealth,
-        is_local: Callable[[bytes], bool] = lambda _: True,
-        loading_text: Callable[[], str] = str,
+        is_local: Callable[[bytes], bool],
+        loading_text: Callable[[], str],
     ) -> None:
         self._controller = controller
         self._diagnostics = diagnostics

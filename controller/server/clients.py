@@ -18,7 +18,7 @@ from loradock.messages import requests
 from loradock.messages.commands import StartGeneration, StartInference, StartPooling
 from loradock.messages.ids import Epoch, RequestId, client_name
 from loradock.messages.requests import Reply
-from loradock.messages.wire import BATCH_MAX, REPLIES, REQUESTS, Body
+from loradock.messages.wire import REPLIES, REQUESTS, Body, batches
 
 CLIENTS_MAX: Final = 65_536
 """Bound on the clients with a route; a forgotten one is known again with its next frame."""
@@ -182,29 +182,11 @@ class Outbox:
 
     def add(self, route: bytes, reply: Reply) -> None:
         """Send a reply over a connection at the next `flush`."""
-        body = REPLIES.encode_body(reply)
-        waiting = self._waiting.get(route)
-        if waiting is None:
-            self._waiting[route] = [body]
-        else:
-            waiting.append(body)
+        self._waiting.setdefault(route, []).append(REPLIES.encode_body(reply))
 
     def flush(self, epoch: Epoch) -> None:
         """Send all replies."""
         for route, bodies in self._waiting.items():
-            if len(bodies) == 1:
-                self._send(route, REPLIES.join(bodies, epoch))
-            else:
-                self._send_in_frames(route, bodies, epoch)
+            for batch in batches(bodies, SHARED_BYTES_MAX):
+                self._send(route, REPLIES.join(batch, epoch))
         self._waiting.clear()
-
-    def _send_in_frames(self, route: bytes, bodies: list[bytes], epoch: Epoch) -> None:
-        first, size = 0, 0
-        for index, body in enumerate(bodies):
-            if index > first and (
-                size + len(body) > SHARED_BYTES_MAX or index - first == BATCH_MAX
-            ):
-                self._send(route, REPLIES.join(bodies[first:index], epoch))
-                first, size = index, 0
-            size += len(body)
-        self._send(route, REPLIES.join(bodies[first:], epoch))

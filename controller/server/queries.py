@@ -12,7 +12,7 @@ from typing import Final, Generic, TypeVar
 from loradock.controller.core.context import Refusal
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.views import AdapterPages
-from loradock.controller.server.access import LOCAL_ONLY, Access
+from loradock.controller.server.access import Access
 from loradock.controller.server.admin import Admin
 from loradock.controller.server.clients import Outbox
 from loradock.controller.server.event_stream import EventStream
@@ -58,8 +58,8 @@ class Queries:
         events: EventStream,
         admin: Admin,
         outbox: Outbox,
-        access: Access = LOCAL_ONLY,
-        can_reply: Callable[[bytes], bool] = lambda _: True,
+        access: Access,
+        can_reply: Callable[[bytes], bool],
     ) -> None:
         self._world = controller.world
         self._pages = AdapterPages(controller.world)

@@ -14,7 +14,7 @@ from loradock.controller.core.answers import Answer, AnswerWindows, WindowBounds
 from loradock.controller.core.context import Checked
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.requests import Pending, id_conflict
-from loradock.controller.server.access import LOCAL_ONLY, LOCAL_USER, Access
+from loradock.controller.server.access import LOCAL_USER, Access
 from loradock.controller.server.admin import Admin
 from loradock.controller.server.clients import (
     PAYLOAD_BYTES_MAX,
@@ -66,7 +66,7 @@ class ClientSessions:
         diagnostics: Diagnostics,
         outbox: Outbox,
         defaults: DefaultAdapters,
-        access: Access = LOCAL_ONLY,
+        access: Access,
     ) -> None:
         self._controller = controller
         self._queries = queries

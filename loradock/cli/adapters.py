@@ -51,7 +51,7 @@ Roots = Annotated[
 AdapterPatterns = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="ADAPTER...",
+        metavar="ADAPTER",
         help="The adapter's name. Several are loaded one after another; 'acme-*' stands for the "
         "names below the server's roots that match.",
         autocompletion=complete_adapter,
@@ -230,7 +230,7 @@ def activate(
     adapters: Annotated[
         list[str],
         typer.Argument(
-            metavar="ADAPTER...",
+            metavar="ADAPTER",
             help="The adapter's name. Several adapters are all in slots at one moment.",
             autocompletion=complete_adapter,
         ),

@@ -151,7 +151,7 @@ def use(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="[NAME]", help="The server's name. Default: none.", autocompletion=_complete
+            metavar="NAME", help="The server's name. Default: none.", autocompletion=_complete
         ),
     ] = "",
     as_json: AsJson = False,

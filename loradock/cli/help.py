@@ -3,6 +3,7 @@
 The modules of commands are imported when a command is used, so that help answers at once.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar, Final, NamedTuple
@@ -18,6 +19,10 @@ USAGE_ERROR: Final[Any] = typer.BadParameter.__bases__[0]
 
 WIDTH_MAX: Final = 120
 _TERM_COLUMNS_MAX: Final = 30
+
+_TYPE_NAMES: Final = {"int": "NUMBER", "float": "NUMBER", "str": "TEXT", "path": "FILE"}
+_TYPE: Final = re.compile(rf"<({'|'.join(_TYPE_NAMES)})( range)?>")
+"""typer's words for the types of values that have no name of their own."""
 
 
 class HelpCommand(TyperCommand):
@@ -70,9 +75,17 @@ def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
         panel = getattr(one, "rich_help_panel", None)
         record = one.get_help_record(ctx)
         if record is not None:
+            record = (_named(record[0], usual == "Arguments"), record[1])
             title = panel if isinstance(panel, str) else usual
             sections.setdefault(title, []).append(record)
     _write_sections(formatter, sections)
+
+
+def _named(term: str, is_argument: bool) -> str:
+    """Return an option with what its value is, an argument with its name alone."""
+    if is_argument:
+        return term.partition(" <")[0]
+    return _TYPE.sub(lambda found: _TYPE_NAMES[found[1]], term)
 
 
 def _write_sections(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:

@@ -490,7 +490,7 @@ def events(  # noqa: PLR0913, PLR0917 - one parameter per option
 Texts = Annotated[
     list[str],
     typer.Argument(
-        metavar="TEXT...", help="The texts; a single - reads them from stdin, one per line."
+        metavar="TEXT", help="The texts; a single - reads them from stdin, one per line."
     ),
 ]
 

@@ -70,7 +70,7 @@ def lab(
     workloads: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[WORKLOAD]...",
+            metavar="WORKLOAD",
             help="Names of workloads, or files of public traces: Azure LLM inference, BurstGPT, "
             "Mooncake, ServeGen. Default: all that need no file.",
             autocompletion=_workload_names,
@@ -178,7 +178,8 @@ def _cells(row: "Row") -> tuple[str, ...]:
 def advise(
     ctx: typer.Context,
     directory: Annotated[
-        Path | None, typer.Argument(help="The controller's directory. Default: --dir.")
+        Path | None,
+        typer.Argument(metavar="DIRECTORY", help="The controller's directory. Default: --dir."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the durations that are drawn.")] = 0,
     as_json: AsJson = False,

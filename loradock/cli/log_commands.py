@@ -95,7 +95,7 @@ def replay(
     options: ReplayOptions,
     directory: Annotated[
         Path | None,
-        typer.Argument(help="The controller's directory. Default: --dir."),
+        typer.Argument(metavar="DIRECTORY", help="The controller's directory. Default: --dir."),
     ] = None,
     drawing: Annotated[
         Path | None,
@@ -295,7 +295,8 @@ def dump(
 def export(
     ctx: typer.Context,
     file: Annotated[
-        Path | None, typer.Argument(help="The file to write, a new one. Default: stdout.")
+        Path | None,
+        typer.Argument(metavar="FILE", help="The file to write, a new one. Default: stdout."),
     ] = None,
     as_json: AlwaysJson = True,
 ) -> None:
@@ -321,7 +322,9 @@ def export(
 @log_app.command(name="import")
 def import_(
     ctx: typer.Context,
-    file: Annotated[Path, typer.Argument(help="The file that `log export` wrote; - for stdin.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The file that `log export` wrote; - for stdin.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Make a new log in --dir from an export: every adapter is evicted and keeps its goal."""
@@ -363,7 +366,7 @@ def compact(
 @log_app.command()
 def skip(
     ctx: typer.Context,
-    seq: Annotated[int, typer.Argument(min=1, help="The number of the record.")],
+    seq: Annotated[int, typer.Argument(min=1, metavar="SEQ", help="The number of the record.")],
     yes: Annotated[
         bool, typer.Option("--yes", help="Do it. Without this, only show the record.")
     ] = False,

@@ -101,7 +101,7 @@ def cancel(
 Changes = Annotated[
     list[str],
     typer.Argument(
-        metavar="NAME=VALUE...",
+        metavar="NAME=VALUE",
         help="A limit under its name in `loradock serve --help-all`, without dashes, or policy: "
         "max-cpu-loras=128, host-bytes=8GiB, request-timeout=60 (seconds), policy=none.",
         autocompletion=complete_setting,

@@ -8,7 +8,7 @@ second execution.
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final, TypeVar, get_args, overload
 
 import msgspec
@@ -40,7 +40,7 @@ from loradock.messages.requests import (
     ShowAdapter,
     ShowStatus,
 )
-from loradock.messages.wire import BATCH_MAX, FRAME_BYTES_MAX, REPLIES, REQUESTS, WireError
+from loradock.messages.wire import FRAME_BYTES_MAX, REPLIES, REQUESTS, WireError, batches
 
 TIMEOUT_S: Final = 30.0
 GENERATION_TIMEOUT_S: Final = 600.0
@@ -219,7 +219,8 @@ class Session:
                     continue
                 bodies.append(body)
             self._set_timer(call)
-        return [REQUESTS.join_for(self._token, batch, self._epoch) for batch in _batches(bodies)]
+        frames = batches(bodies, _BATCH_BYTES_MAX)
+        return [REQUESTS.join_for(self._token, batch, self._epoch) for batch in frames]
 
     def receive(self, data: bytes, now: float) -> None:
         """Process a frame from the controller; replies that answer no call are ignored."""
@@ -311,20 +312,6 @@ class Session:
             call.on_restart(now)
             self._set_timer(call)
         return True
-
-
-def _batches(bodies: list[bytes]) -> Iterator[list[bytes]]:
-    """Group bodies by the bounds of a frame; one that is longer than the bound is alone."""
-    batch: list[bytes] = []
-    size = 0
-    for body in bodies:
-        size += len(body)
-        if batch and (size > _BATCH_BYTES_MAX or len(batch) >= BATCH_MAX):
-            yield batch
-            batch, size = [], len(body)
-        batch.append(body)
-    if batch:
-        yield batch
 
 
 _WITHOUT_TIMEOUT: Final = (

@@ -197,7 +197,7 @@ class Catalogue:
         same dictionary is yielded each time.
         """
         table: dict[str, Entry[Record]] = {}
-        revision = 0
+        revision, is_followed = 0, True
         while True:
             try:
                 if not revision:
@@ -211,12 +211,15 @@ class Catalogue:
                         # The changes in between are not kept any more.
                         revision = 0
                         break
+                    is_followed = True
                     revision = max(revision, watched.header.revision)
                     if watched.events:
                         self._apply(kind, table, watched.events)
                         yield table
             except CatalogueError as error:
-                log.warning("the catalogue can't be followed", kind=KINDS[kind], error=str(error))
+                if is_followed:
+                    log.warning("can't follow the catalogue", kind=KINDS[kind], error=str(error))
+                is_followed = False
                 await asyncio.sleep(_RETRY_S)
 
     async def _watch(self, kind: type[Record], revision: int) -> AsyncIterator[_Watched]:

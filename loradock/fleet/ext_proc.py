@@ -5,7 +5,7 @@ used; others are skipped. The package with all messages of Envoy, `xds-protos`, 
 OpenTelemetry's package, which then can't be imported.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import grpc
@@ -25,7 +25,7 @@ _MESSAGES: Final = {
     "HeaderValueOption": "1 HeaderValue header, 3 int32 append_action",
     "HeaderMutation": "1 HeaderValueOption* set_headers, 2 string* remove_headers",
     "ProcessingMode": "3 int32 request_body_mode",
-    "ProtocolConfiguration": "1 int32 request_body_mode",
+    "ProtocolConfiguration": "1 int32 request_body_mode, 2 int32 response_body_mode",
     "HttpHeaders": "1 HeaderMap headers, 3 bool end_of_stream",
     "HttpBody": "1 bytes body, 2 bool end_of_stream",
     "HttpTrailers": "",
@@ -33,7 +33,9 @@ _MESSAGES: Final = {
     "NamedMetadata": "1 string key, 2 Struct value",
     "Metadata": "1 NamedMetadata* filter_metadata",
     "ProcessingRequest": (
-        "2 HttpHeaders request_headers, 4 HttpBody request_body, 6 HttpTrailers request_trailers, "
+        "2 HttpHeaders request_headers, 3 HttpHeaders response_headers, "
+        "4 HttpBody request_body, 5 HttpBody response_body, "
+        "6 HttpTrailers request_trailers, 7 HttpTrailers response_trailers, "
         "8 Metadata metadata_context, 11 ProtocolConfiguration protocol_config"
     ),
     "StreamedBodyResponse": "1 bytes body, 2 bool end_of_stream",
@@ -45,9 +47,11 @@ _MESSAGES: Final = {
     "HttpStatus": "1 int32 code",
     "ImmediateResponse": "1 HttpStatus status, 3 bytes body",
     "ProcessingResponse": (
-        "1 HeadersResponse request_headers, 3 BodyResponse request_body, "
-        "5 TrailersResponse request_trailers, 7 ImmediateResponse immediate_response, "
-        "8 Struct dynamic_metadata, 9 ProcessingMode mode_override"
+        "1 HeadersResponse request_headers, 2 HeadersResponse response_headers, "
+        "3 BodyResponse request_body, 4 BodyResponse response_body, "
+        "5 TrailersResponse request_trailers, 6 TrailersResponse response_trailers, "
+        "7 ImmediateResponse immediate_response, 8 Struct dynamic_metadata, "
+        "9 ProcessingMode mode_override"
     ),
 }
 """Fields as `number type name`; a repeated one's type ends with an asterisk. Enums are numbers."""
@@ -112,17 +116,15 @@ async def start(address: str, begin: Callable[[], Exchange]) -> grpc.aio.Server:
     Raises `OSError` if the address can't be used.
     """
 
-    async def process(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def process(_: Any, context: Any) -> None:
         exchange = begin()
-        async for message in messages:
+        while not exchange.is_over and (message := await context.read()) is not grpc.aio.EOF:
             try:
                 responses = exchange.on_message(message)
             except ValueError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             for response in responses:
-                yield response
-            if exchange.is_over:
-                return
+                await context.write(response)
 
     method = grpc.stream_stream_rpc_method_handler(process)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])

@@ -194,10 +194,12 @@ class Following:
             self._tasks[new] = asyncio.create_task(self._follow(new[0]))
 
     async def _follow(self, address: str) -> None:
+        logged = ""
         while True:
             try:
                 async with self._http.stream("GET", f"http://{address}/events") as answer:
                     answer.raise_for_status()
+                    logged = ""
                     log.info("a dock is followed", dock=address)
                     view = DockView(address, self._picker)
                     async for sent in read_events(answer.aiter_lines()):
@@ -212,7 +214,9 @@ class Following:
             ) as error:
                 reason = str(error) or type(error).__name__
             self._picker.lose(address)
-            log.warning("a dock can't be followed", dock=address, reason=reason)
+            if reason != logged:
+                logged = reason
+                log.warning("a dock can't be followed", dock=address, reason=reason)
             await asyncio.sleep(_RETRY_S)
 
     async def close(self) -> None:

@@ -21,6 +21,7 @@ class Registration:
         self._record = record
         self._lease = 0
         self._is_registered = False
+        self._is_reached = True
 
     async def run(self) -> None:
         """Register, and again whenever the lease was lost, until it is cancelled."""
@@ -32,9 +33,12 @@ class Registration:
                     log.warning("the lease was lost", address=self._record.address)
                     self._is_registered = False
                     continue
+                self._is_reached = True
                 await asyncio.sleep(_BEAT_S)
             except CatalogueError as error:
-                log.warning("can't register", address=self._record.address, error=str(error))
+                if self._is_reached:
+                    log.warning("can't register", address=self._record.address, error=str(error))
+                self._is_reached = False
                 await asyncio.sleep(_RETRY_S)
 
     async def _register(self) -> None:

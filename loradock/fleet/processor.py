@@ -83,13 +83,14 @@ class Processor:
 class Exchange:
     """The messages about one request.
 
-    It is over with the decision: what the gateway would send about the response is spared.
+    With our own front it is over with the decision. A gateway that streams bodies can send the
+    dock's response too, and loses it if nobody sends it back.
     """
 
     def __init__(self, processor: Processor) -> None:
         self.is_over = False
         self._processor = processor
-        self._is_streamed = False
+        self._is_streamed = self._is_response_streamed = False
         self._body = bytearray()
 
     def on_message(self, data: bytes) -> list[bytes]:
@@ -98,11 +99,14 @@ class Exchange:
             request = ProcessingRequest.FromString(data)
         except DecodeError as error:
             raise ValueError(f"it is no ProcessingRequest: {error}") from error
-        return [response.SerializeToString() for response in self._responses(request)]
+        if request.HasField("protocol_config"):
+            config = request.protocol_config
+            self._is_streamed = config.request_body_mode == BODY_STREAMED
+            self._is_response_streamed = config.response_body_mode == BODY_STREAMED
+        found = self._responses(request) or self._unchanged(request)
+        return [response.SerializeToString() for response in found]
 
     def _responses(self, request: Any) -> list[Any]:
-        if request.HasField("protocol_config"):
-            self._is_streamed = request.protocol_config.request_body_mode == BODY_STREAMED
         if request.HasField("request_headers"):
             return self._on_headers(request.request_headers, _model_in(request.metadata_context))
         if request.HasField("request_body"):
@@ -112,6 +116,19 @@ class Exchange:
             return [*self._on_body(ends=False), ProcessingResponse(request_trailers={})]
         return []
 
+    def _unchanged(self, request: Any) -> list[Any]:
+        """Return the response to a message about the dock's response, which stays as it is."""
+        if request.HasField("response_headers"):
+            return [ProcessingResponse(response_headers={})]
+        if request.HasField("response_trailers"):
+            return [ProcessingResponse(response_trailers={})]
+        if not request.HasField("response_body"):
+            return []
+        if not self._is_response_streamed:
+            return [ProcessingResponse(response_body={})]
+        body = request.response_body
+        return _chunks("response_body", body.body, ends=body.end_of_stream)
+
     def _on_headers(self, message: Any, model: str) -> list[Any]:
         headers = {one.key: one.raw_value or one.value.encode() for one in message.headers.headers}
         if headers.get(":path", b"").partition(b"?")[0] == STATUS_PATH.encode():
@@ -119,7 +136,7 @@ class Exchange:
             return [self._processor.status_of(headers)]
         model = headers.get(ADAPTER_HEADER, b"").decode("latin-1") or model
         if message.end_of_stream or (model and not self._is_streamed):
-            self.is_over = True
+            self.is_over = not self._is_streamed
             return [_headers_response(self._processor.decide(model), self._is_streamed)]
         # It follows the body.
         return (
@@ -130,11 +147,14 @@ class Exchange:
 
     def _on_body(self, *, ends: bool) -> list[Any]:
         """Return the responses to a whole body, which `ends` the request unless trailers follow."""
-        self.is_over = True
+        self.is_over = not self._is_streamed
         body = bytes(self._body)
         chosen = self._processor.decide(model_of(body))
         if self._is_streamed:
-            return [_headers_response(chosen, self._is_streamed), *_chunks(body, ends=ends)]
+            return [
+                _headers_response(chosen, self._is_streamed),
+                *_chunks("request_body", body, ends=ends),
+            ]
         return [ProcessingResponse(request_body={"response": {"header_mutation": chosen}})]
 
 
@@ -163,7 +183,7 @@ def _headers_response(mutation: dict[str, Any], is_streamed: bool) -> Any:
     return response
 
 
-def _chunks(body: bytes, *, ends: bool) -> list[Any]:
+def _chunks(kind: str, body: bytes, *, ends: bool) -> list[Any]:
     starts = range(0, max(1, len(body)), _CHUNK_BYTES)
     parts = [
         {
@@ -173,9 +193,7 @@ def _chunks(body: bytes, *, ends: bool) -> list[Any]:
         for start in starts
     ]
     return [
-        ProcessingResponse(
-            request_body={"response": {"body_mutation": {"streamed_response": part}}}
-        )
+        ProcessingResponse(**{kind: {"response": {"body_mutation": {"streamed_response": part}}}})
         for part in parts
     ]
 

@@ -1,5 +1,6 @@
 """Tests of the program `loradock`: what it imports, and its version."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -45,12 +46,23 @@ def test_the_version_is_written_in_one_place():
     assert source == {"attr": "loradock.messages.VERSION"}
 
 
-def test_every_command_has_json_for_programs():
-    def commands(name, command):
-        for each, one in getattr(command, "commands", {}).items():
-            yield from commands(f"{name} {each}", one)
-        if not hasattr(command, "commands"):
-            yield name, command
+def commands_below(name, command):
+    """Yield the words and the object of each command that is no group."""
+    for each, one in getattr(command, "commands", {}).items():
+        yield from commands_below(f"{name} {each}", one)
+    if not hasattr(command, "commands"):
+        yield name, command
 
-    for name, command in commands("loradock", typer.main.get_command(app)):
+
+def test_every_command_has_json_for_programs():
+    for name, command in commands_below("loradock", typer.main.get_command(app)):
         assert any("--json" in one.opts for one in command.params), name
+
+
+def test_help_says_what_a_value_is_and_not_its_type():
+    for name, _ in commands_below("", typer.main.get_command(app)):
+        page = run(*name.split(), "--help").stdout
+        assert not re.search(r"<(int|str|path|float)", page), name
+        usage = page.partition("\n")[0]
+        assert "[[" not in usage, name
+        assert usage.count("...") <= 1, name

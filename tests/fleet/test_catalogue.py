@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from loradock.fleet.catalogue import (
     Catalogue,
@@ -134,6 +135,32 @@ def test_without_certificates_nothing_is_answered(one_etcd: Etcd) -> None:
     plain = FleetConfig(one_etcd.config.members, "k" * 16)
     with pytest.raises(CatalogueError, match="no member of etcd answers"):
         run(plain, lambda catalogue: catalogue.read(Dock))
+
+
+def test_an_absent_etcd_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    class Counting(Catalogue):
+        async def _call(self, *arguments: Any) -> Any:
+            nonlocal tries
+            tries += 1
+            return await super()._call(*arguments)
+
+    async def test() -> None:
+        async with Counting(FleetConfig(("http://127.0.0.1:1",), "k" * 16)) as catalogue:
+            following = asyncio.create_task(until(catalogue, Dock, bool))
+            registering = asyncio.create_task(Registration(catalogue, DOCK).run())
+            while tries < 10:
+                await asyncio.sleep(0.001)
+            following.cancel()
+            registering.cancel()
+
+    for module in ("catalogue", "leases"):
+        monkeypatch.setattr(f"loradock.fleet.{module}._RETRY_S", 0.001)
+    with capture_logs() as logs:
+        asyncio.run(asyncio.wait_for(test(), HANG_S))
+    events = sorted(one["event"] for one in logs)
+    assert events == ["can't follow the catalogue", "can't register"]
 
 
 def test_changes_are_followed_past_a_member_that_hangs(tmp_path: Path) -> None:

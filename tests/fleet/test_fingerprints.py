@@ -157,3 +157,22 @@ def test_a_dock_that_gets_the_right_files_serves_them(docks: Docks) -> None:
     for word in WORDS:
         assert docks.text("double", word, second) == docks.right["double", word]
     wait_until(lambda: "double" not in docks.status()["refusals"], docks.status)
+
+
+def test_a_new_version_is_served_by_the_docks_that_have_its_files(docks: Docks) -> None:
+    # The second dock has loaded what `reverse` becomes, and has the files of what `double` becomes.
+    docks.copy("second", "double", "spell")
+    for name, content in OF_SECOND.items():
+        docks.copy("first", name, content)
+        command = ("load", name, "--replace", "--copies", "auto", "--fleet", str(docks.etcd.file))
+        docks.run("first", *command)
+        new = {word: docks.text(name, word, docks.url_of("first")) for word in WORDS}
+        assert new != {word: docks.right[name, word] for word in WORDS}
+
+        def serves(name: str = name) -> bool:
+            return docks.ask(name, WORDS[0], docks.url_of("second")).status_code == 200
+
+        wait_until(serves, docks.refused)
+        for word in WORDS:
+            for url in (docks.url, docks.url_of("second")):
+                assert docks.text(name, word, url) == new[word]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from loradock.fleet.catalogue import Dock, Entry
 from loradock.fleet.following import DockView, Following, GapError, Sent, read_events
@@ -67,6 +68,31 @@ def test_lines_of_a_stream_become_events() -> None:
         return [one async for one in read_events(lines())]  # type: ignore[arg-type]
 
     assert asyncio.run(run()) == [Sent("a", 3, b"{}"), Sent("b", 0, b"1")]
+
+
+def test_a_dock_that_is_down_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> int:
+        tries = 0
+
+        class Lost(Picker):
+            def lose(self, address: str) -> None:
+                nonlocal tries
+                tries += 1
+                super().lose(address)
+
+        monkeypatch.setattr("loradock.fleet.following._RETRY_S", 0.001)
+        following = Following(Lost(), "k" * 16)
+        address = "127.0.0.1:1"
+        following.set_docks({address: Entry(Dock(address), 1, 1, 1)})
+        async with asyncio.timeout(HANG_S):
+            while tries < 5:
+                await asyncio.sleep(0.001)
+        await following.close()
+        return tries
+
+    with capture_logs() as logs:
+        asyncio.run(run())
+    assert [one["event"] for one in logs] == ["a dock can't be followed"]
 
 
 def test_the_events_of_a_real_gateway_are_followed(tmp_path: Path) -> None:

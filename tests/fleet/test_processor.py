@@ -32,7 +32,6 @@ def answers(*requests: Any, found: Picker | None = None) -> list[Any]:
     for request in requests:
         assert not exchange.is_over
         responses += exchange.on_message(request.SerializeToString())
-    assert exchange.is_over
     return [ProcessingResponse.FromString(one) for one in responses]
 
 
@@ -107,6 +106,28 @@ def test_trailers_end_a_body() -> None:
     sent = chunk.request_body.response.body_mutation.streamed_response
     assert (sent.body, sent.end_of_stream) == (data, False)
     assert last.HasField("request_trailers")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_response_that_a_gateway_sends_comes_back_unchanged(ends: bool) -> None:
+    asked = headers(end_of_stream=True, streamed=True)
+    asked.protocol_config.response_body_mode = BODY_STREAMED
+    data = b"x" * 100_000
+    sent = ProcessingRequest(response_body={"body": data, "end_of_stream": ends})
+    about = [ProcessingRequest(**{kind: {}}) for kind in ("response_headers", "response_trailers")]
+    _, first, *chunks, last = answers(asked, about[0], sent, about[1])
+    assert first.HasField("response_headers")
+    assert last.HasField("response_trailers")
+    parts = [one.response_body.response.body_mutation.streamed_response for one in chunks]
+    assert b"".join(part.body for part in parts) == data
+    assert [part.end_of_stream for part in parts] == [False, ends]
+
+
+def test_a_response_in_one_message_is_left_as_it_is() -> None:
+    asked = headers(end_of_stream=True, streamed=True)
+    _, second = answers(asked, ProcessingRequest(response_body={"body": b"x"}))
+    assert second.HasField("response_body")
+    assert not second.response_body.response.HasField("body_mutation")
 
 
 def test_what_is_no_message_is_an_error() -> None:

@@ -189,7 +189,8 @@ def test_a_click_lights_up_an_adapter_in_the_lanes(site: Any) -> None:
     site.wait_for("!document.getElementById('lanes').classList.contains('has-lit')")
 
 
-@pytest.mark.parametrize(("width", "motion"), [(1280, "no-preference"), (390, "reduce")])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_tiles_open_under_load(running: Any, tmp_path: Path, width: int, motion: Any) -> None:
     """While all adapters change places without a pause, each press on a tile opens its card."""
     names = [f"adapter-{number}" for number in range(8)]
@@ -205,7 +206,9 @@ def test_tiles_open_under_load(running: Any, tmp_path: Path, width: int, motion:
         visited.wait_for(CONNECTED)
         with _turns(controller, names):
             visited.wait_for(f"document.querySelectorAll('#tiles button').length >= {len(names)}")
-            assert [_opened(visited.page, name) for name in names] == names
+            # More than fifty in all four cases.
+            pressed = [*names, *names[:5]]
+            assert [_opened(visited.page, name) for name in pressed] == pressed
 
 
 def _opened(page: Any, name: str) -> str:

@@ -18,6 +18,7 @@ import random
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loradock.messages import wire
 from loradock.messages.commands import Command
 from loradock.messages.errors import ErrorCode
 from loradock.messages.events import Event, Published
@@ -352,6 +354,21 @@ def test_frames_with_wrong_bytes_are_refused_or_read() -> None:
             for _ in range(rng.randint(1, 4)):
                 wrong[rng.randrange(len(wrong))] = rng.randrange(256)
             read_or_refused(channel, bytes(wrong))
+
+
+@given(st.lists(st.binary(max_size=12), max_size=12), st.integers(1, 20))
+def test_messages_share_frames_in_order_and_as_many_as_fit(
+    bodies: list[bytes], bytes_max: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "BATCH_MAX", 4)
+        found = wire.batches(bodies, bytes_max)
+    assert [body for batch in found for body in batch] == bodies
+    for batch in found:
+        assert 1 <= len(batch) <= 4
+        assert len(batch) == 1 or sum(map(len, batch)) <= bytes_max
+    for batch, (first, *_) in pairwise(found):
+        assert len(batch) == 4 or sum(map(len, batch)) + len(first) > bytes_max
 
 
 def add_entries(longer: list[str]) -> None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loradock.client import AsyncClient, LoradockError, UnknownAdapter
-from loradock.gateway.adapters.follower import AdapterTable, Follower
+from loradock.gateway.adapters.follower import Follower
 from loradock.gateway.adapters.models import (
     AdapterCard,
     AdapterCards,
@@ -60,18 +60,72 @@ class PrefetchAnswer(Struct, frozen=True):
     goal: str
 
 
-class ModelEndpoints:
-    """The endpoints about models and about where adapters are."""
+LoraName = Annotated[str, Meta(description="The adapter's name.", max_length=128)]
+LoraPath = Annotated[
+    str,
+    Meta(
+        description="The adapter's directory: absolute below an adapter root of the engine, or "
+        "relative to one.",
+        max_length=4096,
+    ),
+]
+
+
+class LoadRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's body. `load_inplace` replaces the content of a known name.
+
+    The layout of experts is read from the files and names are unique, so `is_3d_lora_weight` and
+    `lora_int_id` change nothing.
+    """
+
+    lora_name: LoraName = ""
+    lora_path: LoraPath = ""
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+    lora_int_id: int | None = None
+    base_model_name: str | None = None
+
+
+class UnloadRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's body; `lora_int_id` changes nothing, because names are unique."""
+
+    lora_name: LoraName = ""
+    lora_int_id: int | None = None
+
+
+class SglangLoadRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """SGLang's body. A `pinned` adapter is held in its slot."""
+
+    lora_name: LoraName
+    lora_path: LoraPath
+    pinned: bool = False
+    lora_id: str | None = None
+
+
+class SglangUnloadRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """SGLang's body."""
+
+    lora_name: LoraName
+    lora_id: str | None = None
+
+
+class SglangAnswer(Struct, frozen=True):
+    """SGLang's answer; `loaded_adapters` are the paths of all loaded adapters by name."""
+
+    success: bool
+    error_message: str
+    loaded_adapters: dict[str, str]
+
+
+class AdapterEndpoints:
+    """The endpoints about models, about where adapters are, and those that load and unload them."""
 
     def __init__(
-        self,
-        client: AsyncClient,
-        table: AdapterTable,
-        names: ModelNames,
-        context: int | None,
+        self, client: AsyncClient, follower: Follower, names: ModelNames, context: int | None
     ) -> None:
         self._client = client
-        self._table = table
+        self._follower = follower
+        self._table = follower.table
         self._names = names
         self._context: Final = context
 
@@ -141,81 +195,6 @@ class ModelEndpoints:
         done = await move(name)
         slot = done.slot if done.slot >= 0 else None
         return MoveAnswer(done.adapter, done.state, slot, done.generation)
-
-
-def _name_of(request: Request) -> str:
-    name = str(request.path_params["name"])
-    if not is_adapter_name(name):
-        code = ErrorCode.UNKNOWN_ADAPTER.value
-        raise HttpError(404, f"{code}: no adapter is called {name!r}", "name", code)
-    return name
-
-
-LoraName = Annotated[str, Meta(description="The adapter's name.", max_length=128)]
-LoraPath = Annotated[
-    str,
-    Meta(
-        description="The adapter's directory: absolute below an adapter root of the engine, or "
-        "relative to one.",
-        max_length=4096,
-    ),
-]
-
-
-class LoadRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's body. `load_inplace` replaces the content of a known name.
-
-    The layout of experts is read from the files and names are unique, so `is_3d_lora_weight` and
-    `lora_int_id` change nothing.
-    """
-
-    lora_name: LoraName = ""
-    lora_path: LoraPath = ""
-    load_inplace: bool = False
-    is_3d_lora_weight: bool = False
-    lora_int_id: int | None = None
-    base_model_name: str | None = None
-
-
-class UnloadRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's body; `lora_int_id` changes nothing, because names are unique."""
-
-    lora_name: LoraName = ""
-    lora_int_id: int | None = None
-
-
-class SglangLoadRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """SGLang's body. A `pinned` adapter is held in its slot."""
-
-    lora_name: LoraName
-    lora_path: LoraPath
-    pinned: bool = False
-    lora_id: str | None = None
-
-
-class SglangUnloadRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """SGLang's body."""
-
-    lora_name: LoraName
-    lora_id: str | None = None
-
-
-class SglangAnswer(Struct, frozen=True):
-    """SGLang's answer; `loaded_adapters` are the paths of all loaded adapters by name."""
-
-    success: bool
-    error_message: str
-    loaded_adapters: dict[str, str]
-
-
-class AdapterUpdates:
-    """The endpoints that load and unload adapters."""
-
-    def __init__(self, client: AsyncClient, follower: Follower, names: ModelNames) -> None:
-        self._client = client
-        self._follower = follower
-        self._table = follower.table
-        self._names: Final = names
 
     @post("/v1/load_lora_adapter", **_UPDATE)
     async def load(self, body: LoadRequest) -> str:
@@ -306,3 +285,11 @@ class AdapterUpdates:
         with suppress(UnknownAdapter):
             return await self._follower.reread(name)
         return None
+
+
+def _name_of(request: Request) -> str:
+    name = str(request.path_params["name"])
+    if not is_adapter_name(name):
+        code = ErrorCode.UNKNOWN_ADAPTER.value
+        raise HttpError(404, f"{code}: no adapter is called {name!r}", "name", code)
+    return name

@@ -54,18 +54,33 @@ def configured_keys(options: GatewayOptions, environment: Mapping[str, str]) -> 
     return tuple(keys)
 
 
-class ApiKeys:
-    """The keys that requests can send."""
+class AccessCheck:
+    """The access of requests to endpoints: with a valid key, and while adapters can be changed.
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    `keys`: those that requests can send; without any, they need none. `client_header`: the header
+    that tells clients apart if keys don't; empty for none.
+    """
+
+    def __init__(self, keys: Iterable[str], client_header: str, *, updating: bool) -> None:
         self._digests: Final = tuple(_digest(key.encode()) for key in keys)
+        self._client_header = client_header.lower().encode()
+        self._updating = updating
 
-    @property
-    def are_needed(self) -> bool:
-        """Return whether requests need one."""
-        return bool(self._digests)
+    def refusal(self, endpoint: Endpoint, scope: Scope) -> Response | None:
+        """Return the answer to a request without access; None if it has access."""
+        if endpoint.access == "public":
+            return None
+        if not self._accepts(scope):
+            return unauthorized_response(endpoint.shape)
+        if endpoint.access == "updating" and not self._updating:
+            message = (
+                "adapters can't be changed over HTTP; start the gateway with "
+                f"--allow-runtime-lora-updating or {UPDATING_VARIABLE}=1"
+            )
+            return error_response(HttpError(403, message))
+        return None
 
-    def accept(self, scope: Scope) -> bool:
+    def _accepts(self, scope: Scope) -> bool:
         """Return whether the request has a valid key, or none is needed."""
         if not self._digests:
             return True
@@ -73,12 +88,12 @@ class ApiKeys:
         # All keys are compared, so that the time does not depend on which one matches.
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
-    def client_of(self, scope: Scope, header: bytes) -> str:
+    def client_of(self, scope: Scope) -> str:
         """Return the name of a request's client: of its key, header or address, the first it has.
 
-        `header`: the one that tells clients apart if keys don't; empty for none. No key or address
-        can be read from the name.
+        No key or address can be read from the name.
         """
+        header = self._client_header
         if self._digests:
             told = b"key " + _key_of(scope)
         elif value := header and header_of(scope, header):
@@ -110,22 +125,22 @@ LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
 ANY_HOST: Final = "*"
 
 
-def allowed_hosts(config: GatewayConfig, keys: ApiKeys) -> frozenset[str] | None:
+def allowed_hosts(config: GatewayConfig, *, needs_key: bool) -> frozenset[str] | None:
     """Return the hosts that requests can name; None: any. Raises `OSError` for an unknown host.
 
     Without a key, a page in a browser of this machine can reach a gateway on a loopback address: it
     has its own name resolve to that address. With HTTPS the certificate excludes that.
     """
     named = frozenset(host.lower() for host in config.allowed_hosts)
-    is_exposed = not keys.are_needed and not config.ssl_certfile and _is_loopback(config.host)
+    is_exposed = not needs_key and not config.ssl_certfile and _is_loopback(config.host)
     if ANY_HOST in named or not (named or is_exposed):
         return None
     return named.union(LOCAL_HOSTS, (config.host.lower(),))
 
 
-def is_open(config: GatewayConfig, keys: ApiKeys) -> bool:
+def is_open(config: GatewayConfig, *, needs_key: bool) -> bool:
     """Return whether other machines can use a gateway without any key or certificate."""
-    return not (keys.are_needed or config.ssl_ca_certs or _is_loopback(config.host))
+    return not (needs_key or config.ssl_ca_certs or _is_loopback(config.host))
 
 
 def _is_loopback(host: str) -> bool:
@@ -203,33 +218,6 @@ class ExactPaths:
             with suppress(RuntimeError):
                 await failure()(scope, receive, send)
             raise
-
-
-class AccessCheck:
-    """The access of requests to endpoints: with a valid key, and while adapters can be changed."""
-
-    def __init__(self, keys: ApiKeys, client_header: str, *, updating: bool) -> None:
-        self._keys = keys
-        self._client_header = client_header.lower().encode()
-        self._updating = updating
-
-    def client_of(self, scope: Scope) -> str:
-        """Return the name of a request's client."""
-        return self._keys.client_of(scope, self._client_header)
-
-    def refusal(self, endpoint: Endpoint, scope: Scope) -> Response | None:
-        """Return the answer to a request without access; None if it has access."""
-        if endpoint.access == "public":
-            return None
-        if not self._keys.accept(scope):
-            return unauthorized_response(endpoint.shape)
-        if endpoint.access == "updating" and not self._updating:
-            message = (
-                "adapters can't be changed over HTTP; start the gateway with "
-                f"--allow-runtime-lora-updating or {UPDATING_VARIABLE}=1"
-            )
-            return error_response(HttpError(403, message))
-        return None
 
 
 class Entrance:

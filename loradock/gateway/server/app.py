@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from loradock.gateway.adapters.endpoints import AdapterUpdates, ModelEndpoints
+from loradock.gateway.adapters.endpoints import AdapterEndpoints
 from loradock.gateway.http.endpoint import (
     BodyLimits,
     Endpoint,
@@ -37,7 +37,6 @@ from loradock.gateway.http.errors import (
 )
 from loradock.gateway.http.security import (
     AccessCheck,
-    ApiKeys,
     Entrance,
     ExactPaths,
     allowed_hosts,
@@ -73,8 +72,8 @@ def create_app(gateway: Gateway) -> ASGIApp:
     config = gateway.config
     named = configured_keys(config, os.environ)
     # Without any key, requests need none, and a fleet does not change that.
-    keys = ApiKeys((*named, config.fleet_key) if named and config.fleet_key else named)
-    if is_open(config, keys):
+    keys = (*named, config.fleet_key) if named and config.fleet_key else named
+    if is_open(config, needs_key=bool(keys)):
         log.warning(
             "anyone who reaches this address can use the server: no API key is set",
             host=config.host,
@@ -99,13 +98,14 @@ def create_app(gateway: Gateway) -> ASGIApp:
     exact: dict[tuple[str, str], ASGIApp]
     exact = {(one.method, one.path): app for one, app in apps if "{" not in one.path}
     served = with_cors(ExactPaths(exact, app), config)
-    return Entrance(served, config.header_bytes_max, allowed_hosts(config, keys), root)
+    hosts = allowed_hosts(config, needs_key=bool(keys))
+    return Entrance(served, config.header_bytes_max, hosts, root)
 
 
 def _owners(gateway: Gateway) -> list[object]:
     """Return the objects whose methods are the endpoints."""
     config, service, client = gateway.config, gateway.service, gateway.client
-    table, names = gateway.table, gateway.names
+    names = gateway.names
     prompts = ChatPrompts(config.allowed_media_domains, service.workers)
     chats = Chats(service, prompts)
     metrics = Metrics(
@@ -123,8 +123,7 @@ def _owners(gateway: Gateway) -> list[object]:
         PoolingEndpoints(service),
         Tokens(service, ChatPrompts((), service.workers)),
         *((TokenizerInfo(service),) if config.enable_tokenizer_info_endpoint else ()),
-        ModelEndpoints(client, table, names, service.context),
-        AdapterUpdates(client, gateway.follower, names),
+        AdapterEndpoints(client, gateway.follower, names, service.context),
         Health(client, gateway.recorder, config),
         metrics,
         Page(client),

@@ -6,7 +6,7 @@ const share = value => `${(100 * value).toFixed(0)} %`;
 const CHARTS = [
   ["Requests per second", ["requests_per_s"], number],
   ["Tokens per second", ["tokens_per_s"], number],
-  ["First token, p50 · p99", ["first_token_p50_s", "first_token_p99_s"], seconds],
+  ["First token over HTTP, p50 · p99", ["first_token_p50_s", "first_token_p99_s"], seconds],
   ["Running · waiting", ["running", "waiting"], number],
   ["Slot hits", ["hit_share"], share],
   ["Loading an adapter", ["load_s"], seconds],

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from loradock.gateway.http.security import ApiKeys, allowed_hosts, configured_keys, is_open
+from loradock.gateway.http.endpoint import Endpoint
+from loradock.gateway.http.security import AccessCheck, allowed_hosts, configured_keys, is_open
 from loradock.gateway.options import GatewayConfig, GatewayOptions
 from tests.support.gateway.served import Served, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
@@ -89,7 +90,13 @@ def test_a_file_without_keys_does_not_open_the_gateway(tmp_path: Path) -> None:
 
 
 def test_without_keys_requests_need_none() -> None:
-    assert ApiKeys(()).accept({"headers": []})
+    async def handler() -> str:
+        return ""
+
+    endpoint = Endpoint(method="GET", path="/", handler=handler, summary="")
+    for keys, is_refused in (((), False), (("k",), True)):
+        refusal = AccessCheck(keys, "", updating=False).refusal(endpoint, {"headers": []})
+        assert (refusal is not None) == is_refused
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +135,7 @@ def test_hosts_are_compared_where_a_web_page_could_reach_the_gateway() -> None:
     own = {"localhost", "127.0.0.1", "::1"}
 
     def hosts(keys: Any = (), **options: Any) -> Any:
-        return allowed_hosts(GatewayConfig(**options), ApiKeys(keys))
+        return allowed_hosts(GatewayConfig(**options), needs_key=bool(keys))
 
     assert hosts() == own
     assert hosts(host="127.0.0.9") == own | {"127.0.0.9"}
@@ -149,7 +156,7 @@ def test_hosts_are_compared_where_a_web_page_could_reach_the_gateway() -> None:
     ],
 )
 def test_an_open_gateway_is_seen(keys: Any, options: Any, expected: bool) -> None:
-    assert is_open(GatewayConfig(**options), ApiKeys(keys)) is expected
+    assert is_open(GatewayConfig(**options), needs_key=bool(keys)) is expected
 
 
 def test_a_gateway_that_serves_everyone_warns(tmp_path: Path) -> None:

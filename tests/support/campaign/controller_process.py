@@ -9,7 +9,7 @@ from loradock.controller.core.limits import RULES, limits_to
 from loradock.controller.core.world import World
 from loradock.controller.log.format import LogError
 from loradock.controller.log.writer import Log
-from loradock.controller.server.access import LOCAL_ONLY
+from loradock.controller.server.access import Access
 from loradock.controller.server.config import ServerConfig
 from loradock.controller.server.server import Server
 from loradock.controller.server.supervision import SupervisorLink
@@ -30,7 +30,7 @@ class SimulatedTransport:
     def __init__(
         self, on_reply: Callable[[bytes, bytes], None], on_events: Callable[[bytes], None]
     ):
-        self.access = LOCAL_ONLY
+        self.access = Access()
         self.requests: deque[tuple[bytes, str, bytes]] = deque()
         self.reports: deque[tuple[bytes, bytes]] = deque()
         self.clients: dict[bytes, Link] = {}

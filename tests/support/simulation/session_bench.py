@@ -8,6 +8,7 @@ from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import Limits
 from loradock.controller.log.retention import Retention
 from loradock.controller.log.storage import DISK
+from loradock.controller.server.access import Access
 from loradock.controller.server.admin import Admin
 from loradock.controller.server.clients import Outbox
 from loradock.controller.server.diagnostics import Diagnostics
@@ -52,12 +53,15 @@ class SessionBench:
         link = EngineLink(lambda _peer, _frame: None, 0)
         snapshots = SnapshotProcess(Path(__file__).parent, 0, Retention())
         health = LogHealth(Path(__file__).parent, DISK)
-        admin = Admin(self.controller, diagnostics, link, snapshots, health)
+        admin = Admin(self.controller, diagnostics, link, snapshots, health, lambda _: True, str)
+        access = Access()
         self.outbox = Outbox(self._send)
         no_events: Any = None
-        self.queries = Queries(self.controller, no_events, admin, self.outbox)
+        self.queries = Queries(
+            self.controller, no_events, admin, self.outbox, access, lambda _: True
+        )
         self.sessions = ClientSessions(
-            self.controller, self.queries, admin, diagnostics, self.outbox, self.defaults
+            self.controller, self.queries, admin, diagnostics, self.outbox, self.defaults, access
         )
 
     def _send(self, route: bytes, frame: bytes) -> None:
