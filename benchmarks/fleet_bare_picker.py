@@ -9,6 +9,7 @@ import sys
 from loradock.fleet.envoy import RELAYED
 from loradock.fleet.ext_proc import OVERWRITE_OR_ADD, ProcessingResponse, start
 from loradock.fleet.processor import DESTINATION
+from loradock.processes.event_loop import loop_runner
 
 
 class Exchange:
@@ -35,4 +36,4 @@ async def main(socket: str, address: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    loop_runner()(main(*sys.argv[1:]))

@@ -45,7 +45,7 @@ def _package(name: str, may: str = "", libraries: str = "") -> Room:
 ROOMS: Final = (
     _package("messages", libraries="msgspec structlog"),
     # What every process has: its log, its step, its keys and its command line.
-    _package("processes", "messages", "msgspec structlog"),
+    _package("processes", "messages", "msgspec structlog uvloop"),
     # The controller.
     _package("controller"),
     _package("controller.states", "messages", "transitions")._replace(stdlib=PURE),
@@ -177,7 +177,7 @@ ROOMS: Final = (
         "gateway.server",
         "processes messages client fleet gateway gateway.http gateway.adapters gateway.metrics "
         "gateway.inference gateway.page",
-        "httptools msgspec starlette structlog uvicorn uvloop",
+        "httptools msgspec starlette structlog uvicorn",
     ),
     # What users import.
     Room(

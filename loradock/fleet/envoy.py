@@ -21,6 +21,9 @@ from loradock.gateway.http.errors import CODE_HEADER
 from loradock.messages.errors import ErrorCode
 
 BODY_BYTES_MAX: Final = 64 << 20
+RECEIVE_S: Final = 60
+"""Time within which a request has to arrive; as long as docks wait for one by default."""
+
 RETRIES: Final = 3
 
 _OWN_FILES: Final = (
@@ -117,8 +120,10 @@ def _listener(host: str, port: int, tls: tuple[str, str] | None) -> dict[str, An
         stat_prefix="front",
         # The address of the client is added to X-Forwarded-For.
         use_remote_address=True,
-        # Docks bound the time of a request themselves.
+        # Docks bound the time of a request themselves, once it has reached them whole.
         stream_idle_timeout="0s",
+        request_headers_timeout=f"{RECEIVE_S}s",
+        request_timeout=f"{RECEIVE_S}s",
         route_config={"virtual_hosts": [_route()]},
         http_filters=[
             _model_of_body(),

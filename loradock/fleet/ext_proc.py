@@ -5,7 +5,7 @@ used; others are skipped. The package with all messages of Envoy, `xds-protos`, 
 OpenTelemetry's package, which then can't be imported.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import grpc
@@ -116,17 +116,15 @@ async def start(address: str, begin: Callable[[], Exchange]) -> grpc.aio.Server:
     Raises `OSError` if the address can't be used.
     """
 
-    async def process(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def process(_: Any, context: Any) -> None:
         exchange = begin()
-        async for message in messages:
+        while not exchange.is_over and (message := await context.read()) is not grpc.aio.EOF:
             try:
                 responses = exchange.on_message(message)
             except ValueError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             for response in responses:
-                yield response
-            if exchange.is_over:
-                return
+                await context.write(response)
 
     method = grpc.stream_stream_rpc_method_handler(process)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])

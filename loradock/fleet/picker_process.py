@@ -21,6 +21,7 @@ from loradock.fleet.process import advertised_host, until_stopped
 from loradock.fleet.processor import Processor
 from loradock.messages.engine_options import LogFormat
 from loradock.processes import process_log
+from loradock.processes.event_loop import loop_runner
 from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
 
 _DRAIN_S: Final = 8.0
@@ -56,7 +57,7 @@ def main() -> int:
         config = msgspec.json.decode(sys.argv[1], type=PickerConfig)
         process_log.configure(config.log_format, "picker")
         fleet = read_config(config.fleet)
-        asyncio.run(_run(config, fleet))
+        loop_runner()(_run(config, fleet))
     except (IndexError, msgspec.MsgspecError, FleetError) as error:
         log.error("can't pick", error=str(error))
         return EXIT_CONFIG

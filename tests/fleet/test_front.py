@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import ssl
 import threading
 from contextlib import suppress
@@ -57,6 +58,25 @@ def test_a_header_decides_and_a_client_cannot(fleet: Fleet) -> None:
         body = {"model": "adapter-5", "prompt": "x", "max_tokens": 1}
         found = fleet.http.post("/v1/completions", json=body, headers=headers | more)
         assert found.json()["choices"][0]["text"] == home
+
+
+def test_a_request_that_does_not_arrive_is_given_up(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loradock.fleet.envoy.RECEIVE_S", 1)
+    (port,) = free_ports(1)
+    docks = [dock.address for dock in fleet.docks]
+    proxy = Proxy(fleet.directory / "slow", port, docks)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n"
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as http:
+            wait_until(lambda: fleet.serves(http), proxy.log.read_text)
+        for part in (head, head + b"content-type: application/json\r\n\r\n{"):
+            with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as connection:
+                connection.sendall(part)
+                assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+    finally:
+        proxy.kill()
 
 
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", None])
@@ -293,6 +313,9 @@ def test_a_gateway_of_kubernetes_asks_the_same_picker(fleet: Fleet) -> None:
                     text = answer.json()["choices"][0]["text"]
                     assert decision["docks"][0] == f"127.0.0.1:{text}"
             assert http.get("/v1/models").status_code == 200
+            body = {"model": "adapter-0", "prompt": "x", "stream": True}
+            streamed = http.post("/v1/completions", json=body)
+            assert streamed.text.endswith("data: [DONE]\n\n"), streamed.text
     finally:
         gateway.kill()
         picker.kill()

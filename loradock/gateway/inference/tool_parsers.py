@@ -1,50 +1,25 @@
-"""Calls of tools in an output: from its text, as it arrives, to parts, and to blocks of an answer.
+"""Calls of tools in an output: from its text, as it arrives, to the blocks of an answer.
 
-Every parser yields `Part`s in the order in which they are generated, and every protocol's answer
-consists of `Blocks`. The parts of an output do not depend on how its text is divided. A call that
-the model was free to write is yielded when it is complete, because only then it is known to be one;
-what turns out to be none is text. Calls that a structure enforces are yielded at once.
+Every parser adds to `Blocks` in the order of the text, and every protocol's answer consists of
+them. The blocks of an output do not depend on how its text is divided. A call that the model was
+free to write is added when it is complete, because only then it is known to be one; what turns out
+to be none is text. Calls that a structure enforces are added at once.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final, Literal, Protocol
 
 from msgspec import Struct, field
 
-from loradock.gateway.inference.tool_formats import Call, Format, Schemas
+from loradock.gateway.inference.tool_formats import Format, Schemas
 
 CALL_CHARACTERS_MAX: Final = 1 << 20
 """Bound on the text that is held back until a call is complete."""
 
 SPACES_MAX: Final = 64
 """Bound on the spaces before a tag that belong to it."""
-
-
-class Text(Struct, frozen=True):
-    """A piece of text for the user."""
-
-    text: str
-
-
-class CallBegun(Struct, frozen=True):
-    """A call of a tool begins."""
-
-    name: str
-
-
-class ArgumentsAdded(Struct, frozen=True):
-    """A piece of the arguments, which are JSON when the call has ended."""
-
-    text: str
-
-
-class CallEnded(Struct, frozen=True):
-    """The call is complete."""
-
-
-Part = Text | CallBegun | ArgumentsAdded | CallEnded
 
 
 class Block(Struct):
@@ -75,11 +50,12 @@ class Step(Struct, frozen=True):
 
 
 class Blocks:
-    """The blocks of one output; `new_id` returns the id of a call."""
+    """The blocks of one output, to which a parser adds; `new_id` returns the id of a call."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
         self._open: Block | None = None
+        self._steps: list[Step] = []
         self.all: list[Block] = []
 
     @property
@@ -92,63 +68,67 @@ class Blocks:
         """All texts so far."""
         return "".join([block.text for block in self.all if block.kind == "text"])
 
-    def add(self, parts: Iterable[Part]) -> list[Step]:
-        """Add parts; return what changes."""
-        steps: list[Step] = []
-        for part in parts:
-            match part:
-                case Text(text=text):
-                    if self._open is None or self._open.kind != "text":
-                        steps += [*self.finish(), self._begin(Block(len(self.all)))]
-                    steps.append(self._extend(text))
-                case CallBegun(name=name):
-                    call = Block(len(self.all), "call", name, self._new_id(), len(self.calls))
-                    steps += [*self.finish(), self._begin(call)]
-                case ArgumentsAdded(text=text):
-                    steps.append(self._extend(text))
-                case CallEnded():
-                    steps += self.finish()
+    def take_steps(self) -> list[Step]:
+        """Return and clear what has changed."""
+        steps, self._steps = self._steps, []
         return steps
 
-    def finish(self) -> list[Step]:
-        """End the block that is open, if any."""
-        if self._open is None:
-            return []
-        block, self._open = self._open, None
-        return [Step("end", block)]
+    def add_text(self, text: str) -> None:
+        """Add a piece of text for the user."""
+        if self._open is None or self._open.kind != "text":
+            self._begin(Block(len(self.all)))
+        self._extend(text)
 
-    def _begin(self, block: Block) -> Step:
+    def begin_call(self, name: str) -> None:
+        """Begin a call of a tool."""
+        self._begin(Block(len(self.all), "call", name, self._new_id(), len(self.calls)))
+
+    def add_arguments(self, text: str) -> None:
+        """Add a piece of the call's arguments, which are JSON when it has ended."""
+        self._extend(text)
+
+    def end(self) -> None:
+        """End the block that is open, if any."""
+        if self._open is not None:
+            self._steps.append(Step("end", self._open))
+            self._open = None
+
+    def _begin(self, block: Block) -> None:
+        self.end()
         self._open = block
         self.all.append(block)
-        return Step("begin", block)
+        self._steps.append(Step("begin", block))
 
-    def _extend(self, text: str) -> Step:
+    def _extend(self, text: str) -> None:
         # The last block is the open one: parsers extend nothing that they have not begun.
         block = self.all[-1]
         block.pieces.append(text)
-        return Step("more", block, text)
+        self._steps.append(Step("more", block, text))
 
 
 class Parser(Protocol):
     """A reader of the text of an output."""
 
-    def add(self, text: str) -> list[Part]:
-        """Return what `text` completes."""
+    def add(self, text: str) -> None:
+        """Add to the blocks what `text` completes."""
 
-    def finish(self) -> list[Part]:
-        """Return what was held back, at the end of the output."""
+    def finish(self) -> None:
+        """Add what was held back, at the end of the output."""
 
 
 class PlainText:
     """Text without calls."""
 
-    def add(self, text: str) -> list[Part]:
-        """Return the text."""
-        return [Text(text)] if text else []
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
 
-    def finish(self) -> list[Part]:
-        """Return nothing."""
-        return []
+    def add(self, text: str) -> None:
+        """Add the text."""
+        if text:
+            self._blocks.add_text(text)
+
+    def finish(self) -> None:
+        """Add nothing."""
 
 
 class FreeCalls:
@@ -157,7 +137,10 @@ class FreeCalls:
     `parallel`: all calls are yielded; otherwise the first one.
     """
 
-    def __init__(self, of: Format, schemas: Schemas, *, parallel: bool = True) -> None:
+    def __init__(
+        self, blocks: Blocks, of: Format, schemas: Schemas, *, parallel: bool = True
+    ) -> None:
+        self._blocks = blocks
         self._format = of
         self._schemas = schemas
         self._parallel = parallel
@@ -172,24 +155,20 @@ class FreeCalls:
         self._calls = 0
         self._follows_call = False
 
-    def add(self, text: str) -> list[Part]:
-        """Return what `text` completes."""
-        parts: list[Part] = []
+    def add(self, text: str) -> None:
+        """Add what `text` completes."""
         while text:
-            text = self._read_call(text, parts) if self._is_inside else self._read_text(text, parts)
-        return parts
+            text = self._read_call(text) if self._is_inside else self._read_text(text)
 
-    def finish(self) -> list[Part]:
-        """Return what was held back: a call without its end, or text."""
-        parts: list[Part] = []
+    def finish(self) -> None:
+        """Add what was held back: a call without its end, or text."""
         if self._is_inside:
-            self._close("", parts)
+            self._close("")
         rest, self._held = self._held, ""
         if rest and not (self._follows_call and rest.isspace()):
-            parts.append(Text(rest))
-        return parts
+            self._blocks.add_text(rest)
 
-    def _read_text(self, text: str, parts: list[Part]) -> str:
+    def _read_text(self, text: str) -> str:
         """Read up to the next call; return the text after its tag."""
         text = self._held + text
         self._held = ""
@@ -203,7 +182,7 @@ class FreeCalls:
         shown = text[:at] if at >= 0 else text[: len(text) - _overlap(text, begin)]
         shown = shown[: max(len(shown.rstrip()), len(shown) - SPACES_MAX)]
         if shown:
-            parts.append(Text(shown))
+            self._blocks.add_text(shown)
             self._follows_call = False
         if at < 0:
             self._held = text[len(shown) :]
@@ -215,7 +194,7 @@ class FreeCalls:
         self._held, self._is_inside = held, True
         self._body, self._body_characters, self._tail = [], 0, ""
 
-    def _read_call(self, text: str, parts: list[Part]) -> str:
+    def _read_call(self, text: str) -> str:
         """Read up to the end of the call; return the text after it."""
         tag = self._format.end or self._format.begin
         window = self._tail + text
@@ -225,7 +204,7 @@ class FreeCalls:
             self._body_characters += len(text)
             self._tail = window[max(0, len(window) - len(tag) + 1) :]
             if self._body_characters > CALL_CHARACTERS_MAX:
-                parts.append(Text(self._held + "".join(self._body)))
+                self._blocks.add_text(self._held + "".join(self._body))
                 self._held, self._is_inside, self._follows_call = "", False, False
             return ""
         # The tag may have begun in what is part of the body already.
@@ -233,45 +212,41 @@ class FreeCalls:
         body = "".join(self._body)
         body = body[: len(body) - len(self._tail)] + window[:at]
         self._body = [body]
-        self._close(self._format.end, parts)
+        self._close(self._format.end)
         return window[end:]
 
-    def _close(self, end: str, parts: list[Part]) -> None:
-        """End the calls: yield them, or their text."""
+    def _close(self, end: str) -> None:
+        """End the calls: add them, or their text."""
         body = "".join(self._body)
         calls = self._format.read(body, self._schemas)
         if calls is None:
-            parts.append(Text(self._held + body + end))
+            self._blocks.add_text(self._held + body + end)
         for call in calls or ():
             if self._parallel or not self._calls:
-                parts += _whole(call)
+                self._blocks.begin_call(call.name)
+                self._blocks.add_arguments(call.arguments)
+                self._blocks.end()
             self._calls += 1
         self._follows_call = calls is not None
         self._held, self._is_inside = "", False
 
 
-def _whole(call: Call) -> list[Part]:
-    return [CallBegun(call.name), ArgumentsAdded(call.arguments), CallEnded()]
-
-
 class ForcedArguments:
     """An output that is the arguments of one tool."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, blocks: Blocks, name: str) -> None:
+        self._blocks = blocks
         self._name = name
-        self._has_begun = False
 
-    def add(self, text: str) -> list[Part]:
-        """Return the text as arguments."""
-        if not text:
-            return []
-        begun: list[Part] = [] if self._has_begun else [CallBegun(self._name)]
-        self._has_begun = True
-        return [*begun, ArgumentsAdded(text)]
+    def add(self, text: str) -> None:
+        """Add the text as arguments."""
+        if text:
+            if not self._blocks.all:
+                self._blocks.begin_call(self._name)
+            self._blocks.add_arguments(text)
 
-    def finish(self) -> list[Part]:
-        """Return the end of the call."""
-        return [CallEnded()] if self._has_begun else []
+    def finish(self) -> None:
+        """Add nothing: the call ends with the output."""
 
 
 FORCED_NAME: Final = "name"
@@ -290,13 +265,13 @@ _MARK: Final = re.compile(r'["\\{}\[\]]')
 class ForcedCalls:
     """An output that is a JSON list of calls, as a structure enforces it."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
         self._pending = ""
         self._object: _ObjectScan | None = None
 
-    def add(self, text: str) -> list[Part]:
-        """Return the calls and arguments that `text` adds."""
-        parts: list[Part] = []
+    def add(self, text: str) -> None:
+        """Add the calls and arguments that `text` has."""
         text, self._pending = self._pending + text, ""
         while text:
             if self._object is None:
@@ -304,30 +279,28 @@ class ForcedCalls:
                 if header is None:
                     self._pending = text
                     break
-                parts.append(CallBegun(json.loads(header["value"])))
+                self._blocks.begin_call(json.loads(header["value"]))
                 self._object = _ObjectScan()
                 text = text[header.end() :]
             else:
                 size = self._object.add(text)
                 if size:
-                    parts.append(ArgumentsAdded(text[:size]))
+                    self._blocks.add_arguments(text[:size])
                 text = text[size:]
                 if self._object.is_complete:
                     between = _BETWEEN.match(text)
                     if between is None:
                         self._pending = text
                         break
-                    parts.append(CallEnded())
+                    self._blocks.end()
                     self._object = None
                     text = text[between.end() :]
-        return parts
 
-    def finish(self) -> list[Part]:
-        """Return the end of a call that was cut off, or text that is no call."""
-        if self._object is not None:
-            return [CallEnded()]
+    def finish(self) -> None:
+        """Add text that is no call; a call that was cut off ends with the output."""
         is_over = not self._pending.strip() or _END.fullmatch(self._pending)
-        return [] if is_over else [Text(self._pending)]
+        if self._object is None and not is_over:
+            self._blocks.add_text(self._pending)
 
 
 class _ObjectScan:

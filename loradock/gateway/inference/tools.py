@@ -101,17 +101,17 @@ class ToolPlan(Struct, frozen=True):
         found = FORMATS[self.format_name]
         return tuple(tag for tag in (found.begin, found.end) if tag)
 
-    def parser(self) -> Parser:
-        """Return a parser for one output."""
+    def parser(self, blocks: Blocks) -> Parser:
+        """Return a parser that adds one output to its blocks."""
         match self.mode:
             case "auto":
                 found = FORMATS[self.format_name]
-                return FreeCalls(found, self.schemas, parallel=self.parallel)
+                return FreeCalls(blocks, found, self.schemas, parallel=self.parallel)
             case "required":
-                return ForcedCalls()
+                return ForcedCalls(blocks)
             case "named":
-                return ForcedArguments(self.function)
-        return PlainText()
+                return ForcedArguments(blocks, self.function)
+        return PlainText(blocks)
 
     def new_id(self) -> str:
         """Return an id for a call, in a form that the chat template accepts later."""
@@ -125,15 +125,17 @@ class OutputReader:
     """Reads one output of a chat into blocks."""
 
     def __init__(self, plan: ToolPlan) -> None:
-        self._parser = plan.parser()
         self.blocks: Final = Blocks(plan.new_id)
+        self._parser = plan.parser(self.blocks)
 
     def read(self, chunk: TokensStreamed) -> list[Step]:
         """Return what a chunk changes; the one with the finish reason ends all blocks."""
-        steps = self.blocks.add(self._parser.add(chunk.text)) if chunk.text else []
+        if chunk.text:
+            self._parser.add(chunk.text)
         if chunk.finish_reason is not None:
-            steps += [*self.blocks.add(self._parser.finish()), *self.blocks.finish()]
-        return steps
+            self._parser.finish()
+            self.blocks.end()
+        return self.blocks.take_steps()
 
     def finish_reason(self, chunk: TokensStreamed) -> str | None:
         """Return the protocol's name for how the output ended; None before its end."""

@@ -27,6 +27,7 @@ from loradock.gateway.server.app import create_app
 from loradock.gateway.server.gateway import Gateway, StartError
 from loradock.gateway.server.protocol import BoundedProtocol, Bounds
 from loradock.processes import process_log
+from loradock.processes.event_loop import loop_runner
 from loradock.processes.progress import Progress
 from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
 
@@ -79,7 +80,7 @@ def run(config: GatewayConfig) -> int:
         return EXIT_SOCKET
     with listener:
         try:
-            _loop_runner()(serve(config, listener, progress))
+            loop_runner()(serve(config, listener, progress))
         except (StartError, ResolverError, OSError, ValueError) as error:
             log.error("can't serve with these options", error=str(error))
             progress.end(f"can't serve with these options: {error}")
@@ -200,14 +201,6 @@ def _protocol(config: GatewayConfig) -> Any:
         linger_s=LINGER_S,
     )
     return partial(BoundedProtocol, bounds)
-
-
-def _loop_runner() -> Callable[[Any], None]:
-    try:
-        import uvloop  # noqa: PLC0415 - does not install everywhere
-    except ImportError:
-        return asyncio.run
-    return uvloop.run
 
 
 def _collect_less_garbage() -> None:

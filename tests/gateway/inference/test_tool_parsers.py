@@ -111,22 +111,28 @@ OUTPUTS = [
 ]
 
 
-def read(parser: Any, pieces: Any) -> Any:
+def read(kind: Any, pieces: Any, *arguments: Any, **options: Any) -> Any:
     """Return the text and the calls of an output that arrives in pieces."""
     blocks = Blocks(lambda: "id")
+    parser = kind(blocks, *arguments, **options)
     for piece in pieces:
-        blocks.add(parser.add(piece))
-    blocks.add(parser.finish())
+        parser.add(piece)
+    parser.finish()
     assert all(call.id == "id" for call in blocks.calls)
     return blocks.text, [(call.name, call.text) for call in blocks.calls]
+
+
+def changes(blocks: Blocks) -> list[tuple[str, str, str]]:
+    """Return the steps since the last call: their kinds, the blocks' kinds and the texts."""
+    return [(step.kind, step.block.kind, step.text) for step in blocks.take_steps()]
 
 
 @pytest.mark.parametrize(("name", "output", "text", "calls"), OUTPUTS)
 def test_an_output_is_divided_into_text_and_calls(
     name: Any, output: Any, text: str, calls: Any
 ) -> None:
-    assert read(FreeCalls(FORMATS[name], SCHEMAS), [output]) == (text, calls)
-    assert read(FreeCalls(FORMATS[name], SCHEMAS), output) == (text, calls)
+    assert read(FreeCalls, [output], FORMATS[name], SCHEMAS) == (text, calls)
+    assert read(FreeCalls, output, FORMATS[name], SCHEMAS) == (text, calls)
 
 
 PIECES = st.lists(
@@ -144,25 +150,29 @@ PIECES = st.lists(
 @example(name="hermes", pieces=["x", " " * 70, "<tool_call>", TIME, "</tool_call>", " " * 70])
 def test_the_division_of_a_text_changes_nothing(name: Any, pieces: Any) -> None:
     output = "".join(pieces)
-    of = FORMATS[name]
-    whole = read(FreeCalls(of, SCHEMAS), [output])
-    assert read(FreeCalls(of, SCHEMAS), pieces) == read(FreeCalls(of, SCHEMAS), output) == whole
+    of = (FORMATS[name], SCHEMAS)
+    whole = read(FreeCalls, [output], *of)
+    assert read(FreeCalls, pieces, *of) == read(FreeCalls, output, *of) == whole
     # What is no call is text: nothing but calls, their tags and spaces around these is missing.
     text, calls = whole
     if not calls:
         assert text == output
-    first = read(FreeCalls(of, SCHEMAS, parallel=False), pieces)
+    first = read(FreeCalls, pieces, *of, parallel=False)
     assert first == (text, calls[:1])
 
 
 def test_a_call_without_end_is_text_from_a_bound_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsers, "CALL_CHARACTERS_MAX", 100)
-    parser = FreeCalls(FORMATS["hermes"], SCHEMAS)
-    assert parser.add("<tool_call>" + "x" * 90) == []
-    [part] = parser.add("y" * 20)
-    assert isinstance(part, parsers.Text)
-    assert part.text == "<tool_call>" + "x" * 90 + "y" * 20
-    assert read(parser, [f"<tool_call>{TIME}</tool_call>"]) == ("", [("time", "{}")])
+    blocks = Blocks(lambda: "id")
+    parser = FreeCalls(blocks, FORMATS["hermes"], SCHEMAS)
+    parser.add("<tool_call>" + "x" * 90)
+    assert changes(blocks) == []
+    parser.add("y" * 20)
+    text = "<tool_call>" + "x" * 90 + "y" * 20
+    assert changes(blocks) == [("begin", "text", ""), ("more", "text", text)]
+    parser.add(f"<tool_call>{TIME}</tool_call>")
+    assert blocks.text == text
+    assert [(call.name, call.text) for call in blocks.calls] == [("time", "{}")]
 
 
 FORCED = [
@@ -185,24 +195,27 @@ FORCED = [
 
 @pytest.mark.parametrize(("output", "text", "calls"), FORCED)
 def test_forced_calls_are_read_as_they_are_generated(output: Any, text: str, calls: Any) -> None:
-    assert read(ForcedCalls(), [output]) == read(ForcedCalls(), output) == (text, calls)
+    assert read(ForcedCalls, [output]) == read(ForcedCalls, output) == (text, calls)
 
 
 def test_forced_arguments_are_not_held_back() -> None:
-    parser = ForcedCalls()
-    assert parser.add('[{"name": "time", "parameters": ') == []
-    begun, first = parser.add('{"a"')
-    [second] = parser.add(": 1")
-    assert isinstance(begun, parsers.CallBegun)
-    assert isinstance(first, parsers.ArgumentsAdded)
-    assert isinstance(second, parsers.ArgumentsAdded)
-    assert (begun.name, first.text, second.text) == ("time", '{"a"', ": 1")
+    blocks = Blocks(lambda: "id")
+    parser = ForcedCalls(blocks)
+    parser.add('[{"name": "time", "parameters": ')
+    assert changes(blocks) == []
+    parser.add('{"a"')
+    assert changes(blocks) == [("begin", "call", ""), ("more", "call", '{"a"')]
+    parser.add(": 1")
+    assert changes(blocks) == [("more", "call", ": 1")]
+    parser.add("}}]")
+    assert changes(blocks) == [("more", "call", "}"), ("end", "call", "")]
+    assert blocks.calls[0].name == "time"
 
 
 def test_an_output_may_be_the_arguments_of_one_tool() -> None:
-    assert read(ForcedArguments("time"), ['{"a"', "", ": 1}"]) == ("", [("time", '{"a": 1}')])
-    assert read(ForcedArguments("time"), []) == ("", [])
-    assert read(PlainText(), ["a", "", "b"]) == ("ab", [])
+    assert read(ForcedArguments, ['{"a"', "", ": 1}"], "time") == ("", [("time", '{"a": 1}')])
+    assert read(ForcedArguments, [], "time") == ("", [])
+    assert read(PlainText, ["a", "", "b"]) == ("ab", [])
 
 
 def test_the_format_is_the_one_that_a_template_shows() -> None:
