@@ -168,12 +168,12 @@ def _uv() -> str:
 def _run(python: Path, *arguments: str, codes: Sequence[int] = (0,)) -> str:
     """Run a command of the environment; return its output. Its exit code must be one of `codes`."""
     environment = {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
-    command = [python, *arguments]
     found = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
+        [python, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     if found.returncode not in codes:
-        raise RuntimeError(f"{arguments[:2]} exited with {found.returncode}:\n{found.stdout}")
+        print(found.stdout, found.stderr, sep="\n", file=sys.stderr)
+        raise RuntimeError(f"{' '.join(arguments[:2])} exited with {found.returncode}")
     return found.stdout
 
 
