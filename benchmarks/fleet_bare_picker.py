@@ -3,8 +3,8 @@
 `python -m benchmarks.fleet_bare_picker SOCKET ADDRESS`.
 """
 
-import asyncio
 import sys
+from functools import partial
 
 from loradock.fleet.envoy import RELAYED
 from loradock.fleet.ext_proc import OVERWRITE_OR_ADD, ProcessingResponse, start
@@ -15,13 +15,13 @@ from loradock.processes.event_loop import loop_runner
 class Exchange:
     """Answers the first message of a request, without a look at it."""
 
-    is_over = True
-
     def __init__(self, answer: bytes) -> None:
+        self.is_over = False
         self._answers = [answer]
 
     def on_message(self, _: bytes) -> list[bytes]:
         """Return the same answer."""
+        self.is_over = True
         return self._answers
 
 
@@ -30,9 +30,8 @@ async def main(socket: str, address: str) -> None:
     header = {"key": DESTINATION, "raw_value": f"{RELAYED}{address}".encode()}
     change = {"set_headers": [{"header": header, "append_action": OVERWRITE_OR_ADD}]}
     answer = ProcessingResponse(request_headers={"response": {"header_mutation": change}})
-    exchange = Exchange(answer.SerializeToString())
-    await start(f"unix:{socket}", lambda: exchange)
-    await asyncio.Event().wait()
+    server = await start(f"unix:{socket}", partial(Exchange, answer.SerializeToString()))
+    await server.wait_for_termination()
 
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ from loradock.controller.log.snapshots import (
     SNAPSHOT_MARKER,
     Snapshot,
     SnapshotInvalidError,
-    SnapshotVerdict,
     decode_snapshot,
     drop_snapshots,
+    read_valid,
     restore_controller,
     restore_newest,
     snapshot_path,
-    verify_snapshots,
+    snapshot_paths,
 )
 from loradock.controller.log.snapshotter import SnapshotMade, SnapshotOrder, make_snapshot
 from loradock.controller.log.storage import (
@@ -82,13 +82,17 @@ class LogVerdict(NamedTuple):
 def verify(directory: Path, storage: Storage = DISK) -> LogVerdict:
     """Read all files of a log; corruption is returned and not raised, and nothing is changed."""
     found = verify_segments(directory, storage)
-    snapshots = list(verify_snapshots(directory, storage))
-    valid = [one for one in snapshots if not one.problem]
-    newest = valid[-1] if valid else None
+    snapshots, newest, problems = snapshot_paths(directory, storage), None, list[str]()
+    for path in snapshots:
+        try:
+            read_valid(path, storage)
+            newest = path
+        except SnapshotInvalidError as error:
+            problems.append(str(error))
+    snapshot_seq = int(newest.stem) if newest else 0
     events = EventReader(directory, storage)
-    problems = [one.problem for one in snapshots if one.problem]
     if found.corruption is None:
-        problems += _missing_records(directory, found, newest, storage)
+        problems += _missing_records(directory, found, snapshot_seq, storage)
     if problem := events.problem(EVENTS_PER_READ):
         problems.append(problem)
         oldest_event = newest_event = 0
@@ -102,9 +106,9 @@ def verify(directory: Path, storage: Storage = DISK) -> LogVerdict:
     return LogVerdict(
         segments=found,
         snapshots=len(snapshots),
-        snapshot_seq=newest.seq if newest else 0,
-        snapshot_bytes=newest.size_bytes if newest else 0,
-        records_since_snapshot=max(0, found.last_seq - (newest.seq if newest else 0)),
+        snapshot_seq=snapshot_seq,
+        snapshot_bytes=storage.size_bytes(newest) if newest else 0,
+        records_since_snapshot=max(0, found.last_seq - snapshot_seq),
         oldest_event=oldest_event,
         newest_event=newest_event,
         problems=tuple(problems),
@@ -112,10 +116,9 @@ def verify(directory: Path, storage: Storage = DISK) -> LogVerdict:
 
 
 def _missing_records(
-    directory: Path, found: Verdict, newest: SnapshotVerdict | None, storage: Storage
+    directory: Path, found: Verdict, contained: Seq, storage: Storage
 ) -> list[str]:
-    """Return which records a restart would miss."""
-    contained = newest.seq if newest else 0
+    """Return which records a restart would miss; `contained` is the newest snapshot's last one."""
     paths = segment_paths(directory, storage)
     last_seq = found.last_seq or (int(paths[-1].stem) - 1 if paths else 0)
     if found.records and found.first_seq > contained + 1:

@@ -12,7 +12,6 @@ with the order of the entries: inputs after a restored world lead to the same ac
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -337,26 +336,6 @@ def _skips_after(path: Path, storage: Storage) -> frozenset[Seq]:
     if contained := [s for s in skips if s <= seq]:
         raise SnapshotInvalidError(f"{path}: it contains record {contained[0]}, which is skipped")
     return skips
-
-
-class SnapshotVerdict(NamedTuple):
-    """The result of verifying one snapshot; `problem` is empty for a valid one."""
-
-    file: Path
-    seq: Seq
-    size_bytes: int
-    problem: str
-
-
-def verify_snapshots(directory: Path, storage: Storage = DISK) -> Iterator[SnapshotVerdict]:
-    """Read and restore every snapshot, the oldest first."""
-    for path in snapshot_paths(directory, storage):
-        problem = ""
-        try:
-            read_valid(path, storage)
-        except SnapshotInvalidError as error:
-            problem = str(error)
-        yield SnapshotVerdict(path, int(path.stem), storage.size_bytes(path), problem)
 
 
 def drop_snapshots(directory: Path, first_seq: Seq, storage: Storage = DISK) -> list[Path]:

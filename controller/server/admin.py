@@ -193,8 +193,8 @@ class Admin:
         """
         link, world, diagnostics = self._link, self._controller.world, self._diagnostics
         status = show_status(self._controller, message, link.running, sees)
-        stats = self._snapshots.stats()
-        age_ns = world.time_ns - stats.snapshot_time_ns if stats.snapshot_seq else 0
+        snapshots = self._snapshots
+        age_ns = world.time_ns - snapshots.snapshot_time_ns if snapshots.snapshot_seq else 0
         # The process id of an engine on another machine is that of some other process here.
         engine_pid = status.engine_pid if self._is_local(link.peer) else 0
         return msgspec.structs.replace(
@@ -208,9 +208,9 @@ class Admin:
             device=diagnostics.engine_device if status.engine_id else "",
             dtype=diagnostics.engine_dtype if status.engine_id else "",
             stopping=self.is_stopping,
-            snapshot_seq=stats.snapshot_seq,
+            snapshot_seq=snapshots.snapshot_seq,
             snapshot_age_ms=age_ns // _NS_PER_MS,
-            log_bytes=stats.log_bytes,
+            log_bytes=snapshots.log_bytes(),
             log_error=self._health.error,
             disk_free_bytes=self._health.disk_free_bytes,
             unready=self._unready_reason(),

@@ -11,7 +11,7 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import BinaryIO, Final
 
 import msgspec
 import structlog
@@ -35,16 +35,11 @@ _ERROR_CHARACTERS: Final = 2000
 log = structlog.get_logger("controller")
 
 
-class LogStats(NamedTuple):
-    """Figures of the log for `status`; `snapshot_seq` is 0 without a snapshot."""
-
-    snapshot_seq: Seq = 0
-    snapshot_time_ns: int = 0
-    log_bytes: int = 0
-
-
 class SnapshotProcess:
-    """Starts snapshotters of a log one at a time and reports their results."""
+    """Starts snapshotters of a log one at a time and reports their results.
+
+    `snapshot_seq`, `snapshot_time_ns`: of the last snapshot that is known, 0 without one.
+    """
 
     def __init__(
         self,
@@ -65,16 +60,16 @@ class SnapshotProcess:
         self._started_s = 0.0
         # The record after which the last snapshot was started, or restored.
         self._last_seq = 0
-        self._snapshot_seq = 0
-        self._snapshot_time_ns = 0
+        self.snapshot_seq = 0
+        self.snapshot_time_ns = 0
         self._log_bytes = 0
         self._measured_s = -_SIZES_INTERVAL_S
 
     def on_recovered(self, snapshot: Snapshot | None) -> None:
         """Continue after the snapshot that the controller began with."""
         if snapshot is not None:
-            self._last_seq = self._snapshot_seq = snapshot.seq
-            self._snapshot_time_ns = snapshot.marks[-1].time_ns
+            self._last_seq = self.snapshot_seq = snapshot.seq
+            self.snapshot_time_ns = snapshot.marks[-1].time_ns
 
     def tick(self, seq: Seq) -> None:
         """Report an ended snapshotter, and start the next if it is due after record `seq`."""
@@ -104,13 +99,13 @@ class SnapshotProcess:
             self._process = None
             self._output.close()
 
-    def stats(self) -> LogStats:
-        """Return what is known of the log; the sizes of its files are read once per second."""
+    def log_bytes(self) -> int:
+        """Return the size of the log's segments, which is read once per second."""
         now = time.monotonic()
         if now - self._measured_s >= _SIZES_INTERVAL_S:
             self._measured_s = now
             self._log_bytes = log_bytes(self._directory, self._storage)
-        return LogStats(self._snapshot_seq, self._snapshot_time_ns, self._log_bytes)
+        return self._log_bytes
 
     def _start(self, seq: Seq) -> None:
         self._last_seq, self._started_s = seq, time.monotonic()
@@ -153,7 +148,7 @@ class SnapshotProcess:
             self._report(made)
 
     def _report(self, made: SnapshotMade) -> None:
-        self._snapshot_seq, self._snapshot_time_ns = made.seq, made.time_ns
+        self.snapshot_seq, self.snapshot_time_ns = made.seq, made.time_ns
         for reason in made.skipped:
             log.warning("a snapshot can't be used", reason=reason)
         log.info(

@@ -40,7 +40,8 @@ def example(
         f"  loradock serve --model {directory}/model --adapter-root {directory}/adapters "
         "--max-lora-rank 64\n"
         "  loradock load reverse\n"
-        "  loradock generate --adapter reverse 'hello>'"
+        "  loradock generate --adapter reverse 'hello>'\n"
+        "  loradock chat --adapter reverse"
     )
 
 

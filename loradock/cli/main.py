@@ -347,8 +347,8 @@ def main(  # noqa: PLR0913, PLR0917 - one parameter per option
             "--dir",
             envvar="LORADOCK_DIR",
             metavar="DIRECTORY",
-            help="The controller's directory, with its log and its sockets.",
-            show_default="./.loradock",
+            help="The controller's directory, with its log and its sockets. Default: ./.loradock.",
+            show_default=False,
         ),
     ] = None,
     address: Annotated[

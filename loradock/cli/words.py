@@ -11,7 +11,6 @@ from loradock.cli.exit_codes import CommandError, ExitCode
 SAME: Final[Mapping[str, str]] = {
     "ls": "list",
     "ps": "list",
-    "get": "list",
     "describe": "show",
     "inspect": "show",
     "delete": "remove",
@@ -50,6 +49,7 @@ ANSWERS: Final[Mapping[str, str]] = {
     "restart": "`loradock engine restart` starts the engine again; for the whole server, "
     "`loradock stop` and `loradock serve`",
     "kill": "`loradock cancel REQUEST` ends a generation, `loradock stop` the server",
+    "get": "`loradock list` shows all adapters, `loradock show ADAPTER` one of them",
     "models": "`loradock status` shows the base model, `loradock list` its adapters",
     "create": "`loradock load ADAPTER --path DIRECTORY` adds an adapter that is trained already",
     "push": "adapters are directories below --adapter-root of the server: copy yours there, then "

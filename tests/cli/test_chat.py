@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 
@@ -55,8 +56,10 @@ def test_generate_sends_a_message_and_shows_the_texts_of_tokens(controller, word
     assert sent(controller) == [(None, "u:a|")]
 
 
-def test_without_a_template_or_a_model_nothing_is_sent(controller):
-    model = ("--model", str(TINY / "model"))
+def test_without_a_template_or_a_model_nothing_is_sent(controller, tmp_path):
+    shutil.copytree(TINY / "model", tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    model = ("--model", str(tmp_path / "plain"))
     for words, reason in ((model, "has no chat template"), ((), "not known on this machine")):
         refused = run("chat", *words, directory=controller.directory, stdin="a\n")
         assert refused.exit_code == ExitCode.NOT_FOUND

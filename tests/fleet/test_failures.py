@@ -53,7 +53,8 @@ def test_another_front_serves_when_one_dies(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}"
         try:
             with httpx.Client(base_url=url, timeout=HANG_S, trust_env=False) as http:
-                wait_until(lambda: fleet.serves(http))
+                # Before its picker follows the docks, a front takes them in turn.
+                wait_until(lambda: fleet.serves(http) and fleet.ready(http) == 3)
                 wait_until(lambda: len(fleet.fronts()) == 2)
                 home = fleet.complete("adapter-0").text
                 fleet.front.kill()
@@ -87,6 +88,8 @@ def namespace() -> Iterator[str]:
                 pytest.skip(f"{step}: {done.stderr.strip()}")
         yield name
     finally:
+        # The namespace ends later than the command; its link must not be in the next one's way.
+        subprocess.run(["ip", "link", "delete", "lora0"], check=False, capture_output=True)
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 

@@ -7,9 +7,7 @@ import signal
 import socket
 import ssl
 import threading
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -295,19 +293,13 @@ def test_a_gateway_of_kubernetes_asks_the_same_picker(fleet: Fleet) -> None:
     gateway = Proxy(directory, port, docks, socket_address, is_streamed=True)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as http:
-
-            def shown() -> Any:
-                with suppress(httpx.ConnectError, json.JSONDecodeError):
-                    return http.get("/fleet/status", headers=fleet.key()).json()
-                return {"docks": {}}
-
-            wait_until(lambda: sum(one["ready"] for one in shown()["docks"].values()) == 3)
+            wait_until(lambda: fleet.ready(http) == 3, gateway.log.read_text)
             for padding in (0, 50_000, 1_000_000):
                 body = {"prompt": "x", "max_tokens": 1, "user": "x" * padding}
                 for number in range(12):
                     name = f"adapter-{number % 4}"
                     answer = http.post("/v1/completions", json={"model": name} | body)
-                    decision = shown()["decisions"][-1]
+                    decision = fleet.status(http)["decisions"][-1]
                     assert decision["adapter"] == name
                     assert answer.status_code == 200, answer.text
                     text = answer.json()["choices"][0]["text"]

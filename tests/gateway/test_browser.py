@@ -159,6 +159,18 @@ def test_an_address_of_nothing_is_told(running: Any, site: Any) -> None:
         visited.wait_for(f"{told} === 'no adapter has this name'")
 
 
+def test_a_search_without_result_is_told(site: Any) -> None:
+    page = site.page
+    for box, shown in (
+        ("#filter", "document.getElementById('more').textContent"),
+        ("#search", "getComputedStyle(document.getElementById('log'), '::before').content"),
+    ):
+        page.fill(box, "no such text")
+        site.wait_for(f"/^.?No (adapter|event) has/.test({shown})")
+        page.fill(box, "")
+        site.wait_for(f"!/^.?No/.test({shown})")
+
+
 def test_the_log_says_what_waited_and_for_what(running: Any, tmp_path: Path) -> None:
     with StandIn(tmp_path) as controller, serve_gateway(controller) as gateway:
         controller.publish(
@@ -396,6 +408,10 @@ def test_a_key_is_requested_and_kept(running: Any, tmp_path: Path) -> None:
         visit(running, gateway.url) as visited,
     ):
         visited.wait_for("document.getElementById('connection').textContent.includes('key')")
+        visited.page.fill("#key", "wrong")
+        visited.page.keyboard.press("Enter")
+        refused = "document.getElementById('connection').textContent === 'this key is refused'"
+        visited.wait_for(refused)
         visited.page.fill("#key", "secret")
         visited.page.keyboard.press("Enter")
         visited.wait_for(CONNECTED)

@@ -236,7 +236,6 @@ def own_adapters(hour: Hour) -> str:
         """,
     )
     shutil.copytree(TINY / "model", hour.home / "models" / "base")
-    (hour.home / "models" / "base" / "chat_template.jinja").write_text(TEMPLATE)
     for name in ("upper", "spell"):
         shutil.copytree(TINY / "adapters" / name, hour.home / "adapters" / name)
     hour.writes("train.py", OWN_ADAPTER)

@@ -17,7 +17,7 @@ async function follow() {
     try {
       const continued = world.seq ? { "Last-Event-ID": String(world.seq) } : {};
       const response = await fetch("events", { headers: { ...headers(), ...continued }, signal: reading.signal });
-      if (response.status === 401) { report("a key is needed", "bad"); await keyChange(); continue; }
+      if (response.status === 401) { report($("key").value ? "this key is refused" : "a key is needed", "bad"); await keyChange(); continue; }
       if (!response.ok) throw new Error(`status ${response.status}`);
       report("connected", "good");
       wait = RETRY_MS;

@@ -69,7 +69,9 @@ function drawTiles(adapters) {
   const shown = named.filter(one => !hiddenStates.has(one.state)).sort((a, b) => a.id < b.id ? -1 : 1);
   keep($("tiles"), shown.slice(0, TILES_MAX), one => one.id, makeTile, updateTile);
   const more = shown.length > TILES_MAX ? `and ${shown.length - TILES_MAX} more: search for a part of the name` : "";
-  write($("more"), adapters.size || !world.status ? more : "No adapters yet: `loradock load NAME` or a request with an adapter's name loads one.");
+  const none = adapters.size ? "No adapter has such a name and state."
+    : "No adapters yet: `loradock load NAME` loads one.";
+  write($("more"), shown.length || !world.status ? more : none);
 }
 function makeTile({ id }) {
   const tile = make("button", { class: "tile", "data-id": id }, make("strong", {}, id), make("span"), make("span"));
@@ -106,5 +108,6 @@ function drawLog() {
     const entry = log[index];
     if (entry.seq <= until && (!search || lineOf(entry).toLowerCase().includes(search))) found.push(entry);
   }
+  set($("log"), { "data-empty": search ? "No event has this text" : "No events yet" });
   keep($("log"), found, entry => entry.seq, makeLine);
 }

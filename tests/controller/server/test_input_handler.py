@@ -63,7 +63,7 @@ def none_of(log: Log) -> SnapshotProcess:
 
 def opened(directory: Path, limits: Limits, kind: type[Log] = Log) -> Log:
     header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
-    return kind.open(directory, header, sync="never")
+    return kind(directory, header, sync="never")
 
 
 def log_and_handle(handler: InputHandler, records: Sequence[Record]) -> list[list[Action] | None]:

@@ -138,17 +138,14 @@ class Fleet:
 
     def is_whole(self) -> bool:
         """Return whether the picker follows all docks, and the proxy serves them."""
-        with contextlib.suppress(httpx.HTTPError, KeyError, json.JSONDecodeError):
-            ready = [one["ready"] for one in self.status()["docks"].values()]
-            return len(ready) == len(self.docks) and all(ready) and self.complete().status == 200
-        return False
+        return self.ready(self.http) == len(self.docks) and self.serves(self.http)
 
     def key(self) -> dict[str, str]:
         """Return the header with the fleet's key."""
         return {"Authorization": f"Bearer {self.etcd.config.key}"}
 
-    def status(self) -> Any:
-        return self.http.get("/fleet/status", headers=self.key()).json()
+    def status(self, http: httpx.Client | None = None) -> Any:
+        return (http or self.http).get("/fleet/status", headers=self.key()).json()
 
     def fronts(self) -> dict[str, str]:
         """Return the fronts of the catalogue, and why they don't answer."""
@@ -166,8 +163,14 @@ class Fleet:
     def serves(self, http: httpx.Client) -> bool:
         """Return whether a client's server answers, which may not listen yet."""
         with contextlib.suppress(httpx.ConnectError):
-            return self.complete("adapter-0", http).status == 200
+            return self.complete("", http).status == 200
         return False
+
+    def ready(self, http: httpx.Client) -> int:
+        """Return how many docks a front knows to be ready; 0 while it does not answer."""
+        with contextlib.suppress(httpx.HTTPError, KeyError, json.JSONDecodeError):
+            return sum(one["ready"] for one in self.status(http)["docks"].values())
+        return 0
 
     def dock_of(self, port: str) -> Dock:
         """Return the dock that has given an answer."""
