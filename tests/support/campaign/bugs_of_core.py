@@ -1,6 +1,7 @@
 """Planted bugs of the core."""
 
 import heapq
+from functools import partial
 from typing import Any
 
 from loradock.controller.core import capacity, deadlines, engine, requests, versions, waiting
@@ -110,9 +111,8 @@ def prefetch_takes_slots() -> Replacement:
     def find_victim(context: Any, requester: Any, tier: Any, missing: Any) -> Any:
         victim = original(context, requester, tier, missing)
         if victim is None and requester.priority == PREFETCH_PRIORITY:
-            return next(
-                capacity._candidates(context, (GPU_SLOT,), tier, missing, capacity._is_idle), None
-            )
+            can_leave = partial(capacity._can_leave, context, tier, missing, capacity._is_idle)
+            return next(capacity._candidates(context, (GPU_SLOT,), can_leave), None)
         return victim
 
     return capacity, "find_victim", find_victim
