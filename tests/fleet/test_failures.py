@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 HOST, OTHER = "10.231.47.1", "10.231.47.2"
+STORE, SOURCE = "10.231.47.3", "10.231.47.4"
+"""Of etcd on this machine, and from where the other machine connects to it."""
 
 
 def test_without_a_quorum_the_fleet_serves_as_it_is(tmp_path: Path) -> None:
@@ -76,10 +79,13 @@ def namespace() -> Iterator[str]:
         f"ip netns add {name}",
         f"ip link add lora0 type veth peer name lora1 netns {name}",
         f"ip address add {HOST}/24 dev lora0",
+        f"ip address add {STORE}/24 dev lora0",
         "ip link set lora0 up",
         f"ip -n {name} address add {OTHER}/24 dev lora1",
+        f"ip -n {name} address add {SOURCE}/24 dev lora1",
         f"ip -n {name} link set lora1 up",
         f"ip -n {name} link set lo up",
+        f"ip -n {name} route add {STORE}/32 dev lora1 src {SOURCE}",
     ]
     try:
         for step in steps:
@@ -91,6 +97,20 @@ def namespace() -> Iterator[str]:
         # The namespace ends later than the command; its link must not be in the next one's way.
         subprocess.run(["ip", "link", "delete", "lora0"], check=False, capture_output=True)
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+@contextmanager
+def cut(*link: str) -> Iterator[None]:
+    """Lose what is sent over a link: its neighbour's address leads nowhere."""
+    link = (*link[:-1], "neigh", "replace", link[-1])
+    device = "lora1" if "-n" in link else "lora0"
+    nowhere = ["lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", device]
+    subprocess.run(["ip", *link, *nowhere], check=True)
+    try:
+        yield
+    finally:
+        link = tuple("del" if word == "replace" else word for word in link)
+        subprocess.run(["ip", *link, "dev", device], check=True)
 
 
 READ_DOCKS = """
@@ -153,3 +173,32 @@ def test_a_machine_that_is_cut_off_loses_no_request(namespace: str, tmp_path: Pa
                 wait_until(fleet.is_whole, lambda: len(clients.answers))
                 wait_until(lambda: fleet.complete("").text == str(port))
             assert clients.statuses().keys() == {200}
+
+
+@pytest.mark.parametrize("is_front", [True, False], ids=["front to dock", "dock to etcd"])
+def test_one_link_of_a_dock_that_is_cut_loses_no_request(
+    is_front: bool, namespace: str, tmp_path: Path
+) -> None:
+    with etcd(tmp_path / "etcd", 1, STORE) as cluster:
+        fleet = Fleet(cluster, tmp_path, 2)
+        (port,) = free_ports(1)
+        prefix = ["ip", "netns", "exec", namespace]
+        fleet.docks.append(Dock(port, cluster, tmp_path / "far", OTHER, prefix))
+        far = f"{OTHER}:{port}"
+        with fleet, Clients(fleet) as clients:
+            clients.wait_for(20)
+            with cut(OTHER) if is_front else cut("-n", namespace, STORE):
+                # Without its lease it is forgotten, unreachable it is not: it can be back any time.
+                wait_until(
+                    lambda: not fleet.status()["docks"].get(far, {"ready": False})["ready"],
+                    lambda: len(clients.answers),
+                )
+                assert (far in fleet.status()["docks"]) == is_front
+                before = len(clients.answers)
+                clients.wait_for(50)
+                # Some were asked before.
+                assert str(port) not in {one.text for one in clients.answers[before + 20 :]}
+            wait_until(fleet.is_whole, lambda: len(clients.answers))
+            wait_until(lambda: fleet.complete("").text == str(port))
+            clients.wait_for(20)
+        assert clients.statuses().keys() == {200}
