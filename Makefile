@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 CLIENT_STAMPS := $(VENV)-clients/openai-2/.installed $(VENV)-clients/openai-3/.installed
 # The newest torch has CUDA's libraries (5 GB); pip finds a build without them for these, if there is
 # one where it looks, and keeps what is installed.
-TORCH  ?= torch>=2.12,<2.14
+TORCH  ?= torch>=2.13,<2.14
 RULES  := tests/test_architecture.py tests/test_code_rules.py tests/test_robustness.py
 CORE_TESTS := tests/controller/core tests/controller/states
 ONLY   ?=

@@ -145,10 +145,9 @@ def _of_models() -> tuple[str, ...]:
         _table(COLUMNS, (row.cells() for row in read_rows())),
         "`make matrix` installs each environment, and judges every causal architecture that its "
         "version of `transformers` knows; what can't be installed has no row. `oldest` has the "
-        "lower bounds of all dependencies (torch is the oldest build without CUDA that was found), "
-        "the versions of Python have the newest of all, with CUDA's libraries and without a card. "
-        "Python 3.14, torch 2.12 and torch 2.14 are allowed and were not run; every dependency of "
-        "`loradock[serve]` has a wheel for Python 3.14 (Linux, x86-64).",
+        "lower bounds of all dependencies, the versions of Python have the newest of all, with "
+        "CUDA's libraries and without a card. Python 3.14 and torch 2.14 are allowed and were not "
+        "run; every dependency of `loradock[serve]` has a wheel for Python 3.14 (Linux, x86-64).",
         "## Mixtures of experts",
         _table(
             ("model", "`model_type`", "other layers", "experts", "in mixed mode", "ranks"),
