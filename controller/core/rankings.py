@@ -9,7 +9,7 @@ these calls alone: no clock, no randomness, and integers only, so that a replay 
   2024).
 - `Gdsf`: the lowest uses x cost / size, aged by what was evicted (GreedyDual-Size-Frequency,
   Cherkasova 1998).
-- `Adaptive`: the lowest expected uses x cost / size, with uses that age (LRFU) at three paces, of
+- `Adaptive`: the lowest expected uses x cost / size, with uses that age (LRFU) at four paces, of
   which it learns how much each tells about the traffic.
 
 The costs are nanoseconds that a return to the tier takes. Outside the controller, a `Cache` runs a
@@ -112,10 +112,8 @@ class Ranking:
 
     def enter(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:
         """Record that an adapter is in the tier now."""
-        entry = Entry(0, self._next_stamp(), _worth(size_bytes, cost_ns))
-        entry.priority = self._priority(entry)
-        self.entries[adapter_id] = entry
-        insort(self._order, (entry.priority, entry.stamp, adapter_id))
+        entry = self.entries[adapter_id] = Entry(0, self._next_stamp(), _worth(size_bytes, cost_ns))
+        self._place(adapter_id, entry)
 
     def leave(self, adapter_id: AdapterId) -> None:
         """Record that an adapter has left the tier, for any reason."""
@@ -167,9 +165,12 @@ class Ranking:
         """Move an entry to the place that its priority has now, after others of that priority."""
         self._unplace(adapter_id, entry)
         entry.stamp = self._next_stamp()
+        self._place(adapter_id, entry)
+        self.entries.mark_changed(adapter_id)
+
+    def _place(self, adapter_id: AdapterId, entry: Entry) -> None:
         entry.priority = self._priority(entry)
         insort(self._order, (entry.priority, entry.stamp, adapter_id))
-        self.entries.mark_changed(adapter_id)
 
     def _unplace(self, adapter_id: AdapterId, entry: Entry) -> None:
         place = (entry.priority, entry.stamp, adapter_id)
@@ -372,7 +373,8 @@ class Adaptive(Ranking):
         if entry is not None:
             self._unplace(adapter_id, entry)
             self._count(entry)
-            self._place(adapter_id, entry, _worth(size_bytes, cost_ns))
+            entry.worth = _worth(size_bytes, cost_ns)
+            self._place(adapter_id, entry)
             self.entries.mark_changed(adapter_id)
             return
         entry = self.history.get(adapter_id)
@@ -384,7 +386,8 @@ class Adaptive(Ranking):
     def enter(self, adapter_id: AdapterId, size_bytes: int, cost_ns: int) -> None:
         """Record that an adapter is in the tier now, with its earlier uses."""
         entry = self.entries[adapter_id] = self._recall(adapter_id)
-        self._place(adapter_id, entry, _worth(size_bytes, cost_ns))
+        entry.worth = _worth(size_bytes, cost_ns)
+        self._place(adapter_id, entry)
 
     def leave(self, adapter_id: AdapterId) -> None:
         """Record that an adapter has left the tier, and remember its uses."""
@@ -448,11 +451,9 @@ class Adaptive(Ranking):
                 for weight, part in zip(self.weights, parts, strict=True)
             ]
 
-    def _place(self, adapter_id: AdapterId, entry: Entry, worth: int) -> None:
-        entry.worth = worth
+    def _priority(self, entry: Entry) -> int:
         # Sums of one pace halve alike as time passes, so the logarithm at time 0 is fixed.
-        entry.priority = (entry.stamp << _LOG_SHIFT >> PACES[-1]) + _log2(entry.sums[-1] * worth)
-        insort(self._order, (entry.priority, entry.stamp, adapter_id))
+        return (entry.stamp << _LOG_SHIFT >> PACES[-1]) + _log2(entry.sums[-1] * entry.worth)
 
     def _recall(self, adapter_id: AdapterId) -> Entry:
         """Take an adapter out of the history."""

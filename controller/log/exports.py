@@ -171,7 +171,8 @@ def import_state(directory: Path, state: ExportedState) -> Seq:
         raise ImportRefusedError(f"{directory} has files already; import into another directory")
     controller = _controller(state)
     draft = directory.with_name(f"{directory.name}.import")
-    shutil.rmtree(draft, ignore_errors=True)
+    if draft.is_dir():
+        shutil.rmtree(draft)
     DISK.make_directory(draft)
     seq = controller.world.seq
     link = ChainLink(seq, controller.world.epoch, CHAIN_START.checksum)

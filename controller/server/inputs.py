@@ -10,6 +10,8 @@ and the end of a process, because nothing has recorded it.
 An input whose handling raises an exception is a defect of the core, and raises it again at every
 start. So the log gets a record that skips it, and the state is rebuilt from the log, as if the
 input had never come. Every later replay skips it too.
+
+`LogHealth` says whether inputs can be logged at all.
 """
 
 import time

@@ -136,26 +136,26 @@ class Exchange:
             return [self._processor.status_of(headers)]
         model = headers.get(ADAPTER_HEADER, b"").decode("latin-1") or model
         if message.end_of_stream or (model and not self._is_streamed):
-            self.is_over = not self._is_streamed
-            return [_headers_response(self._processor.decide(model), self._is_streamed)]
-        # It follows the body.
-        return (
-            []
-            if self._is_streamed
-            else [ProcessingResponse(request_headers={}, mode_override=_WITH_BODY)]
-        )
+            return [_headers_response(self._decide(model), self._is_streamed)]
+        if self._is_streamed:
+            # It follows the body.
+            return []
+        return [ProcessingResponse(request_headers={}, mode_override=_WITH_BODY)]
 
     def _on_body(self, *, ends: bool) -> list[Any]:
         """Return the responses to a whole body, which `ends` the request unless trailers follow."""
-        self.is_over = not self._is_streamed
         body = bytes(self._body)
-        chosen = self._processor.decide(model_of(body))
+        chosen = self._decide(model_of(body))
         if self._is_streamed:
             return [
                 _headers_response(chosen, self._is_streamed),
                 *_chunks("request_body", body, ends=ends),
             ]
         return [ProcessingResponse(request_body={"response": {"header_mutation": chosen}})]
+
+    def _decide(self, model: str) -> dict[str, Any]:
+        self.is_over = not self._is_streamed
+        return self._processor.decide(model)
 
 
 def _model_in(metadata: Any) -> str:

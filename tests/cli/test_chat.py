@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import select
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from loradock.cli.exit_codes import ExitCode
 from loradock.messages import requests as rq
 from tests.support.parallel.processes import TINY
 from tests.support.simulation.command_runs import COMMAND, run
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
 
@@ -85,14 +86,25 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_keeps_the_conversation(controll
     os.close(inner)
     shown = ""
 
-    def read_prompts(count):
+    def is_shown(text, times=1, within_s=HANG_S):
         nonlocal shown
-        while shown.count("base model> ") < count:
+        while shown.count(text) < times:
+            if not select.select([terminal], [], [], within_s)[0]:
+                return False
             shown += os.read(terminal, 4096).decode()
+        return True
 
-    for number, typed in enumerate((b"a\n", b"b\x03", b"c\n", b"/quit\n"), 1):
-        read_prompts(number)
-        os.write(terminal, typed)
+    assert is_shown("> ")
+    os.write(terminal, b"a\n")
+    assert is_shown("> ", 2)
+    # The terminal forgets what is not read yet at a Ctrl-C, and readline then waits for a key.
+    os.write(terminal, b"b")
+    assert is_shown("> b")
+    # A Ctrl-C just before readline waits is not seen before the next; a person types another.
+    wait_until(lambda: os.write(terminal, b"\x03") and is_shown("> ", 3, within_s=10))
+    os.write(terminal, b"c\n")
+    assert is_shown("> ", 4)
+    os.write(terminal, b"/quit\n")
     assert chat.wait(HANG_S) == 0
     os.close(terminal)
     assert sent(controller) == [(None, "u:a|"), (None, "u:a|a:one|u:c|")]

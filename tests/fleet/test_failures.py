@@ -100,17 +100,15 @@ def namespace() -> Iterator[str]:
 
 
 @contextmanager
-def cut(*link: str) -> Iterator[None]:
-    """Lose what is sent over a link: its neighbour's address leads nowhere."""
-    link = (*link[:-1], "neigh", "replace", link[-1])
-    device = "lora1" if "-n" in link else "lora0"
-    nowhere = ["lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", device]
-    subprocess.run(["ip", *link, *nowhere], check=True)
+def cut(device: str, address: str, *namespace: str) -> Iterator[None]:
+    """Lose what is sent to a neighbour: its hardware address leads nowhere."""
+    command = ["ip", *namespace, "neigh"]
+    nowhere = ["lladdr", "02:00:00:00:00:99", "nud", "permanent"]
+    subprocess.run([*command, "replace", address, "dev", device, *nowhere], check=True)
     try:
         yield
     finally:
-        link = tuple("del" if word == "replace" else word for word in link)
-        subprocess.run(["ip", *link, "dev", device], check=True)
+        subprocess.run([*command, "del", address, "dev", device], check=True)
 
 
 READ_DOCKS = """
@@ -187,7 +185,7 @@ def test_one_link_of_a_dock_that_is_cut_loses_no_request(
         far = f"{OTHER}:{port}"
         with fleet, Clients(fleet) as clients:
             clients.wait_for(20)
-            with cut(OTHER) if is_front else cut("-n", namespace, STORE):
+            with cut("lora0", OTHER) if is_front else cut("lora1", STORE, "-n", namespace):
                 # Without its lease it is forgotten, unreachable it is not: it can be back any time.
                 wait_until(
                     lambda: not fleet.status()["docks"].get(far, {"ready": False})["ready"],

@@ -146,7 +146,7 @@ def mean_of(ranking: Adaptive, one: int) -> float:
 def test_adaptive_chooses_the_lowest_mean(
     accesses: list[Access], leased: set[int], seed: int
 ) -> None:
-    """But for an eighth, because powers and logarithms are linear between integers."""
+    """But for a quarter, because powers and logarithms are linear between integers."""
     trace = random.Random(seed).choices(range(1, 13), k=400)
     cache = cache_of(Adaptive, 12, 30)
     run(cache, [*((one, 3) for one in trace), *accesses])
