@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.errors import ModelRefused
+from loradock.engine.models import saved_settings
 from loradock.engine.models.loading import load_model
 from tests.support.engine.engine_examples import tiny_config
 from tests.support.models.expert_adapters import make_model
@@ -93,16 +94,24 @@ def test_a_model_without_a_tokenizer_accepts_token_ids(
 
 
 @pytest.mark.parametrize(
-    ("saved", "requested", "loaded"),
+    ("saved", "requested", "is_fast", "loaded"),
     [
-        ("bfloat16", "auto", "bfloat16"),
-        ("bfloat16", "float32", "float32"),
-        ("float32", "float16", "float16"),
+        ("bfloat16", "auto", True, "bfloat16"),
+        ("bfloat16", "auto", False, "float32"),
+        ("bfloat16", "float32", True, "float32"),
+        ("float32", "float16", False, "float16"),
     ],
 )
-def test_a_model_is_loaded_in_the_requested_dtype(
-    saved: str, requested: str, loaded: str, tmp_path: Path, engine_config: EngineConfig
+def test_a_model_is_loaded_in_the_requested_dtype_and_by_auto_in_a_fast_one(  # noqa: PLR0913, PLR0917
+    saved: str,
+    requested: str,
+    is_fast: bool,
+    loaded: str,
+    tmp_path: Path,
+    engine_config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(saved_settings, "has_fast_products", lambda _: is_fast)
     tiny_model().to(getattr(torch, saved)).save_pretrained(tmp_path)
     config = replace(engine_config, model_directory=tmp_path, dtype=requested)
     assert load_model(config, LoRAConfig()).dtype == getattr(torch, loaded)
