@@ -175,27 +175,43 @@ def find_victim(
 def _find_by_policy(
     context: Context, requester: Adapter, tier: TierName, missing: Amount
 ) -> Adapter | None:
-    states, priority = STATES_HOLDING[tier], requester.priority
-    kinds: tuple[Callable[[Adapter], bool], ...]
-    kinds = (_is_idle, _is_only_leased, partial(_is_newer, context, priority))
-    if priority == PREFETCH_PRIORITY:
-        states, kinds = states[:-1], (partial(_is_idle_at_goal, context),)
-    for accepts in kinds:
-        can_leave = partial(_can_leave, context, tier, missing, accepts)
-        is_ranked = accepts is kinds[0] and bool(context.world.rankings)
-        by_state = context.is_state_by_state and not is_ranked
-        for group in [(state,) for state in states] if by_state else [states]:
-            choose: Callable[[], Adapter | None]
-            if is_ranked:
-                choose = partial(_choose_by_ranking, context, group, tier, can_leave)
-            else:
-                candidates = _candidates(context, group, can_leave)
-                if accepts is _is_only_leased and context.limits.turn_tokens:
-                    candidates = iter(sorted(candidates, key=attrgetter("state_since_ns")))
-                choose = partial(context.current_policy, candidates)
-            victim = _checked_choice(context, choose, group, can_leave)
+    states, can_move = STATES_HOLDING[tier], partial(_can_move, context, tier, missing)
+    if requester.priority == PREFETCH_PRIORITY:
+        is_idle = partial(_is_idle_at_goal, context)
+        return _choose_idle(context, states[:-1], tier, _both(is_idle, can_move))
+    victim = _choose_idle(context, states, tier, _both(_is_idle, can_move))
+    if victim is not None:
+        return victim
+    # Listed once: where no adapter is idle, most inputs get here.
+    movable = list(_in_lru_order(context, states, can_move))
+    for accepts in (_is_only_leased, partial(_is_newer, context, requester.priority)):
+        candidates = list(filter(accepts, movable))
+        if accepts is _is_only_leased and context.limits.turn_tokens:
+            candidates.sort(key=attrgetter("state_since_ns"))
+        for group in _groups(context, states):
+            choose = partial(
+                context.current_policy, iter([one for one in candidates if one.state in group])
+            )
+            victim = _checked_choice(context, choose, group, _both(accepts, can_move))
             if victim is not None:
                 return victim
+    return None
+
+
+def _choose_idle(
+    context: Context,
+    states: tuple[AdapterState, ...],
+    tier: TierName,
+    can_leave: Callable[[Adapter], bool],
+) -> Adapter | None:
+    if context.world.rankings:
+        choose = partial(_choose_by_ranking, context, states, tier, can_leave)
+        return _checked_choice(context, choose, states, can_leave)
+    for group in _groups(context, states):
+        choose = partial(context.current_policy, _in_lru_order(context, group, can_leave))
+        victim = _checked_choice(context, choose, group, can_leave)
+        if victim is not None:
+            return victim
     return None
 
 
@@ -258,27 +274,35 @@ def _is_newer(context: Context, priority: Seq, adapter: Adapter) -> bool:
     return adapter.priority > priority and not context.world.has_suspended(adapter)
 
 
-def _candidates(
-    context: Context,
-    states: tuple[AdapterState, ...],
-    can_leave: Callable[[Adapter], bool],
+def _groups(
+    context: Context, states: tuple[AdapterState, ...]
+) -> Iterable[tuple[AdapterState, ...]]:
+    """Return the states from which the policy chooses at once, one group after the other."""
+    return [(state,) for state in states] if context.is_state_by_state else [states]
+
+
+def _in_lru_order(
+    context: Context, states: tuple[AdapterState, ...], accepts: Callable[[Adapter], bool]
 ) -> Iterator[Adapter]:
-    """Return the adapters of these states that can leave, least recently used first."""
+    """Return the accepted adapters of these states, least recently used first."""
     world = context.world
-    orders = [map(world.adapters.__getitem__, world.lru_order[state]) for state in states]
-    return filter(can_leave, heapq.merge(*orders, key=attrgetter("lru_stamp")))
+    orders = [
+        filter(accepts, map(world.adapters.__getitem__, world.lru_order[state])) for state in states
+    ]
+    return heapq.merge(*orders, key=attrgetter("lru_stamp"))
 
 
-def _can_leave(
-    context: Context,
-    tier: TierName,
-    missing: Amount,
-    accepts: Callable[[Adapter], bool],
-    adapter: Adapter,
-) -> bool:
+def _both(
+    first: Callable[[Adapter], bool], second: Callable[[Adapter], bool]
+) -> Callable[[Adapter], bool]:
+    return lambda adapter: first(adapter) and second(adapter)
+
+
+def _can_move(context: Context, tier: TierName, missing: Amount, adapter: Adapter) -> bool:
+    """Return whether leaving the tier is open to the adapter and frees a part of `missing`."""
     if adapter.held or adapter.op or adapter.backing_off or adapter.id in context.world.demoting:
         return False
-    return accepts(adapter) and _frees_some(adapter, tier, missing)
+    return _frees_some(adapter, tier, missing)
 
 
 def _frees_some(adapter: Adapter, tier: TierName, missing: Amount) -> bool:

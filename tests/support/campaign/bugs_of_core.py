@@ -44,16 +44,16 @@ def lease_forgotten() -> Replacement:
 
 @bug
 def hold_ignored() -> Replacement:
-    original = capacity._can_leave
+    original = capacity._can_move
 
-    def can_leave(*arguments: Any) -> bool:
+    def can_move(*arguments: Any) -> bool:
         adapter = arguments[-1]
         held, adapter.held = adapter.held, False
         found = original(*arguments)
         adapter.held = held
         return found
 
-    return capacity, "_can_leave", can_leave
+    return capacity, "_can_move", can_move
 
 
 @bug
@@ -111,8 +111,10 @@ def prefetch_takes_slots() -> Replacement:
     def find_victim(context: Any, requester: Any, tier: Any, missing: Any) -> Any:
         victim = original(context, requester, tier, missing)
         if victim is None and requester.priority == PREFETCH_PRIORITY:
-            can_leave = partial(capacity._can_leave, context, tier, missing, capacity._is_idle)
-            return next(capacity._candidates(context, (GPU_SLOT,), can_leave), None)
+            can_move = partial(capacity._can_move, context, tier, missing)
+            return capacity._choose_idle(
+                context, (GPU_SLOT,), tier, capacity._both(capacity._is_idle, can_move)
+            )
         return victim
 
     return capacity, "find_victim", find_victim
