@@ -76,12 +76,14 @@ class GenerationEnded(_Report, frozen=True):
     """A generation ended; its tokens were sent to the client separately.
 
     `prefix_tokens`: the prompt tokens whose KV cache was taken from an earlier prompt.
+    `first_token_ns`: from the command's arrival to the first token; 0 if there was none.
     """
 
     finish_reason: FinishReason
     prompt_tokens: int
     output_tokens: int
     prefix_tokens: int = 0
+    first_token_ns: int = 0
 
 
 class PoolingEnded(_Report, frozen=True):

@@ -151,9 +151,7 @@ class Engine:
         self._turns.after_step(now_s)
         collected = [*self._outbox, *self._residency_reports()]
         self._outbox.clear()
-        for report in collected:
-            self._meter.on_report(report)
-        return collected
+        return [self._meter.on_report(report) for report in collected]
 
     @property
     def running(self) -> tuple[OpId, ...]:

@@ -4,6 +4,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Set
 
+import msgspec
+
 from loradock.messages.ids import OpId, RequestId
 from loradock.messages.reports import GenerationEnded, OperationFailed, PoolingEnded, Report
 from loradock.messages.requests import TokensStreamed
@@ -92,8 +94,11 @@ class Meter:
         for op in self._requests.keys() & set(waiting):
             self._pause(self._requests[op])
 
-    def on_report(self, report: Report) -> None:
-        """Record the first token or the end of a request; other reports are ignored."""
+    def on_report(self, report: Report) -> Report:
+        """Record the first token or the end of a request; other reports are ignored.
+
+        Return the report; that of a generation's end with the time of the first token.
+        """
         match report:
             case TokensStreamed(request_id):
                 request = self._first_tokens.pop(request_id, None)
@@ -107,12 +112,13 @@ class Meter:
                 self._output_tokens += report.output_tokens
                 self._prefix_queries += report.prompt_tokens
                 self._prefix_hits += report.prefix_tokens
-                self._end_generation(self._end(op), report)
+                return self._end_generation(self._end(op), report)
             case PoolingEnded(op):
                 self._prompt_tokens += report.input_tokens
                 self._end(op)
             case OperationFailed(op):
                 self._forget(op)
+        return report
 
     def statistics(self, running: int, waiting: int) -> EngineStatistics:
         """Return what was measured; the caller adds the memory."""
@@ -162,9 +168,9 @@ class Meter:
             del self._first_tokens[request.request_id]
         return request
 
-    def _end_generation(self, request: _Request | None, report: GenerationEnded) -> None:
+    def _end_generation(self, request: _Request | None, report: GenerationEnded) -> GenerationEnded:
         if request is None or request.began_ns is None:
-            return
+            return report
         now = self._clock()
         first_ns = now if request.first_token_ns is None else request.first_token_ns
         self._prefill.add(max(0, first_ns - request.began_ns))
@@ -172,3 +178,6 @@ class Meter:
         self._inference.add(max(0, now - request.began_ns))
         self._preemptions.add(request.preemptions)
         self._computed_tokens.add(report.prompt_tokens - report.prefix_tokens)
+        if not report.output_tokens:
+            return report
+        return msgspec.structs.replace(report, first_token_ns=first_ns - request.arrived_ns)

@@ -113,6 +113,8 @@ class _Generation(Struct):
     adapter_id: AdapterId
     work: Work
     left: float
+    started_ns: int
+    first_token_ns: int = 0
     joined: float = -1.0
     is_ready: bool = False
     suspended: bool = False
@@ -253,8 +255,9 @@ class _Engine:
 
     def _start(self, command: commands.StartGeneration) -> None:
         work = self._work(command.request_id)
+        left, now_ns = float(work.output_tokens), self._now_ns
         generation = _Generation(
-            command.op, command.request_id, command.adapter_id, work, float(work.output_tokens)
+            command.op, command.request_id, command.adapter_id, work, left, now_ns
         )
         self._generations[command.op] = generation
         self._adapters[command.adapter_id].generations[command.op] = generation
@@ -271,8 +274,9 @@ class _Engine:
         self._set_step()
         end = self._steps + generation.left
         heapq.heappush(self._ends, (end, generation.op, adapter_id))
-        if generation.left:
+        if generation.left and not generation.first_token_ns:
             first_ns = self._now_ns + int(self._step_ns)
+            generation.first_token_ns = first_ns - generation.started_ns
             self._meter.begin_tokens(generation.request_id, first_ns)
         self._end_turn_if_over(self._adapters[adapter_id])
 
@@ -313,7 +317,10 @@ class _Engine:
         adapter = self._adapters[generation.adapter_id]
         del self._generations[generation.op], adapter.generations[generation.op]
         self._meter.end(generation.request_id, self._now_ns, made)
-        ended = reports.GenerationEnded(generation.op, reason, work.prompt_tokens, made)
+        first_ns = generation.first_token_ns if made else 0
+        ended = reports.GenerationEnded(
+            generation.op, reason, work.prompt_tokens, made, first_token_ns=first_ns
+        )
         self._later(0, ended)
         self._end_turn_if_over(adapter)
 

@@ -123,6 +123,7 @@ class _Reader:
         self._running: dict[int, _Running] = {}
         self._paused: dict[int, _Running] = {}
         self._starts: list[tuple[str, int]] = []
+        self._first_tokens_ns: dict[str, int] = {}
         self._losses = self._inventories = self._sessions = self._failures = 0
         # Integrals over time of 1, rows, adapters and ranks while any generation runs.
         self._integrals: tuple[float, ...] = (0.0,) * 4
@@ -146,9 +147,11 @@ class _Reader:
         for request_id, started_ns in self._starts:
             work = self.works.get(request_id)
             if work is not None and work.output_tokens:
-                # A log has no time of tokens: the fit's.
-                ready_ns = started_ns + service.step.prompt_ns(work.prompt_tokens)
-                self.meter.begin_tokens(request_id, ready_ns + int(service.step.step_ns(1, 1, 0)))
+                step = service.step
+                # Logs of earlier versions have no time of tokens: the fit's.
+                fitted_ns = step.prompt_ns(work.prompt_tokens) + int(step.step_ns(1, 1, 0))
+                first_ns = self._first_tokens_ns.get(request_id, fitted_ns)
+                self.meter.begin_tokens(request_id, started_ns + first_ns)
         return Traffic(
             limits=controller.limits,
             policy=controller.policy_name,
@@ -251,10 +254,18 @@ class _Reader:
             return
         active_ns, rows, adapters, ranks = _plus(running, self._integrals)
         self._set_rates()
-        if active_ns and output:
-            per_token = [output * one / active_ns for one in (rows, adapters, ranks)]
-            features = (1.0, float(prompt), float(output), *per_token)
-            self.samples.generations.append((features, active_ns))
+        if not active_ns or not output:
+            return
+        taken = {output: active_ns}
+        if report.first_token_ns:
+            self._first_tokens_ns[command.request_id] = report.first_token_ns
+            # Of generations alone that are equally long, prompts and steps can't be told apart.
+            if not any(running.active):
+                taken[1] = report.first_token_ns
+        means = [one / active_ns for one in (rows, adapters, ranks)]
+        for steps, taken_ns in taken.items():
+            features = (1.0, float(prompt), float(steps), *(steps * mean for mean in means))
+            self.samples.generations.append((features, taken_ns))
 
     def _move(self, command: commands.Operation) -> None:
         """Pause and continue the generations of an adapter that leaves or enters a slot."""

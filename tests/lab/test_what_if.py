@@ -3,12 +3,14 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from loradock.cli.exit_codes import CommandError
 from loradock.cli.what_if import parse_what_if
+from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import Limits, LimitsError
 from loradock.controller.core.rankings import Adaptive, Cache, Fifo, Lru, Ranking, Sieve
 from loradock.controller.log.format import LogError
@@ -16,7 +18,7 @@ from loradock.controller.log.replay import replay
 from loradock.lab.outcome import jain, percentiles
 from loradock.lab.service import Line, Service, Step, fit_line, least_squares
 from loradock.lab.simulator import BELADY, Changes, simulate, what_if
-from loradock.lab.traffic import Arrival, Facts, Traffic, Work, read_traffic
+from loradock.lab.traffic import Arrival, Facts, Traffic, Work, _Reader, read_traffic
 from loradock.messages import records, reports, requests
 from tests.support.simulation.command_runs import run
 from tests.support.simulation.logged_histories import write_history
@@ -133,6 +135,30 @@ def test_a_log_without_changes_has_its_own_digest_and_loads(tmp_path: Path, seed
         found = what_if(read, changes).outcome
         assert (found.digest, found.loads) == (own.digest, own.controller.world.totals.loads)
     assert what_if(read, Changes(policy="sieve")).outcome.policy == "sieve"
+
+
+def test_the_times_of_prompts_and_of_steps_are_told_apart_although_all_are_equally_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = msgspec.structs.replace(traffic(400, SLOW), works={}, usual_work=Work(100, 24))
+    reader, handle = _Reader(), Controller.handle
+    reader.files.update(made.files)
+    controllers = []
+
+    def observed(controller: Controller, message: Any, now_ns: int, body: int = 0) -> Any:
+        controllers.append(controller)
+        actions = handle(controller, message, now_ns, body)
+        reader.observe(records.Record(now_ns, message, body=body), actions)
+        return actions
+
+    monkeypatch.setattr(Controller, "handle", observed)
+    run = simulate(made).outcome
+    read = reader.traffic(controllers[-1])
+    assert read.logged is not None
+    assert read.logged.first_token_s == run.first_token_s
+    found = read.service.step
+    assert found.prompt_ns(100) == pytest.approx(SLOW.step.prompt_ns(100), rel=0.1)
+    assert found.step_ns(4, 4, 32) == pytest.approx(SLOW.step.step_ns(4, 4, 32), rel=0.1)
 
 
 def test_the_command_shows_both_runs_and_draws_them(

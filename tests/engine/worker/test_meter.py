@@ -99,7 +99,8 @@ def test_a_generation_has_phases() -> None:
     bench.step(waiting=(1,), seconds=3)
     bench.step(1, seconds=4)
     bench.meter.on_report(TokensStreamed("r1", 1, (6,)))
-    bench.meter.on_report(GenerationEnded(1, "length", 9, 2, 4))
+    ended = bench.meter.on_report(GenerationEnded(1, "length", 9, 2, 4))
+    assert ended == GenerationEnded(1, "length", 9, 2, 4, 2 * SECOND_NS)
     phases = [found.total for found in bench.found("prefill", "decode", "inference")]
     assert phases == [2 * SECOND_NS, 7 * SECOND_NS, 9 * SECOND_NS]
     assert [sum(found.counts) for found in bench.found("prefill", "decode", "inference")] == [1] * 3
@@ -112,6 +113,7 @@ def test_a_generation_that_is_cancelled_before_its_first_token_was_not_computed(
     bench = Bench()
     bench.meter.arrived(1, "r1")
     bench.meter.on_report(TokensStreamed("r1", 0, (), finish_reason="cancelled"))
-    bench.meter.on_report(GenerationEnded(1, "cancelled", 9, 0))
+    ended = GenerationEnded(1, "cancelled", 9, 0)
+    assert bench.meter.on_report(ended) == ended
     assert bench.found("queued", "prompt_tokens", "prefix_queries") == (0, 0, 0)
     assert sum(bench.found("prefill")[0].counts) == 0

@@ -251,7 +251,7 @@ EXAMPLES: dict[type, Any] = {
         reports.SlotReset(6),
         reports.WeightsDropped(7),
         reports.MappingSet(8),
-        reports.GenerationEnded(9, "stop", 5, 64, 4),
+        reports.GenerationEnded(9, "stop", 5, 64, 4, 31_000_000),
         reports.PoolingEnded(11, 2, 9),
         reports.OperationFailed(2, ErrorCode.NOT_FOUND, "no adapter_config.json", _DETAILS),
         reports.EngineInventory(
