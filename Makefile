@@ -57,8 +57,8 @@ quantization: $(STAMP)  ## install torchao and bitsandbytes (47 MB) for the test
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps \
 	  --target $(VENV)/quantization 'bitsandbytes>=0.49,<1' 'torchao>=0.17,<1'
 
-test: $(STAMP)  ## run all tests that need no GPU (ROOM=engine/punica for one folder's)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(if $(ROOM),tests/$(ROOM))
+test: $(STAMP)  ## run the tests (ROOM=engine/punica for one folder's); `make rehearse` has the GPU's
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal $(if $(ROOM),tests/$(ROOM))
 
 rules: $(STAMP)  ## format, lint, types and the rules of the house: under 10 s, before each commit
 	$(BIN)/ruff format --check .
@@ -135,9 +135,9 @@ node: $(STAMP) $(VENV)-node/.installed  ## run the client in JavaScript (needs N
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/examples/test_node_client.py -p no:xdist
 
 # g++ compiles a few lines once.
-rehearse: $(STAMP)  ## compile the kernels, run on a simulated CUDA device, print a decode step's budgets
+rehearse: $(STAMP)  ## compile and interpret the kernels, run on a simulated CUDA device: what needs no GPU
 	LORADOCK_COMPILE="$(COMPILE)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
-	  tests/engine/kernels/test_compiled.py
+	  tests/engine/kernels/test_triton.py tests/engine/kernels/test_compiled.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --simulated-device \
 	  tests/rehearsal tests/integration/test_engine_gpu.py
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearse

@@ -1,6 +1,5 @@
 """Experts compute the same outputs on one and two ranks, shared by columns or whole."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,25 +29,20 @@ from tests.support.models.expert_examples import (
     SPLIT_FAMILIES,
     TOP_K,
 )
+from tests.support.parallel import experts
 from tests.support.parallel.experts import PROMPT, RANK_MAX, SCHEMES, SHARDED
-from tests.support.parallel.ranks import Ranks, ranks
+from tests.support.parallel.ranks import Ranks
 
 ERROR_MAX = 1e-5
 SHARES = pytest.mark.parametrize("scheme", SCHEMES)
 FORMATS = pytest.mark.parametrize("is_mixed", [False, True], ids=["3-D", "mixed"])
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with ranks("tests.support.parallel.experts") as started:
-        yield started
-
-
 @SHARES
 @FORMATS
 @pytest.mark.parametrize("family", MODULES | IDENTITY_MODULES)
 def test_two_ranks_compute_as_one(pair: Ranks, family: str, scheme: str, is_mixed: bool) -> None:
-    for found in pair.run("layer", family=family, scheme=scheme, is_mixed=is_mixed):
+    for found in pair.run(experts.layer, family=family, scheme=scheme, is_mixed=is_mixed):
         assert max(found["errors"]) < ERROR_MAX
         assert found["left"] == 0
         if scheme == "tensor":
@@ -62,7 +56,7 @@ def test_two_ranks_compute_as_one(pair: Ranks, family: str, scheme: str, is_mixe
 def test_ranks_exchange_alike_and_nothing_without_adapters(
     pair: Ranks, family: str, is_mixed: bool
 ) -> None:
-    one, other = pair.run("collectives", family=family, is_mixed=is_mixed)
+    one, other = pair.run(experts.collectives, family=family, is_mixed=is_mixed)
     assert one == other
     tokens, pairs = 2, 2 * TOP_K
     final = ["sum", "torch.float32", tokens, HIDDEN]
@@ -95,7 +89,7 @@ def test_two_ranks_with_adapters_read_by_each_answer_as_one_and_as_peft(
     adapters(family, is_mixed, scheme, tmp_path)
     arguments = {"family": family, "scheme": scheme, "is_mixed": is_mixed, "root": str(tmp_path)}
     wrapper = "FusedMoE" + ("" if is_mixed else "3D") + "With"
-    for found in pair.run("model", **arguments):
+    for found in pair.run(experts.model, **arguments):
         assert found["error"] < ERROR_MAX
         assert max(found["errors"]) < ERROR_MAX
         assert wrapper + ("ShardedLoRA" if scheme == SHARDED else "LoRA") in found["kinds"]
@@ -112,7 +106,7 @@ DUMMIES = [(kind, scheme) for kind in ("qwen3_moe", "deepseek_v2") for scheme in
 def test_a_dummy_adapter_runs_on_two_ranks(pair: Ranks, kind: str, scheme: str) -> None:
     has_experts = kind in SERVED_FAMILIES
     for is_mixed in (False, True)[: 1 + has_experts]:
-        for found in pair.run("dummy", kind=kind, scheme=scheme, is_mixed=is_mixed):
+        for found in pair.run(experts.dummy, kind=kind, scheme=scheme, is_mixed=is_mixed):
             assert found["rank"] == (RANK_MAX if scheme == SHARDED else RANK_MAX - 1)
             assert found["error"] < ERROR_MAX
             assert found["untouched"] == []
@@ -124,7 +118,7 @@ def test_a_rank_that_two_ranks_can_not_share_is_refused(pair: Ranks, tmp_path: P
     tensors = fused_tensors("model.layers.0.mlp.experts", HIDDEN, 2 * INTER, rank=3)
     write(tmp_path / "fused", tensors, {"r": 3, "target_parameters": [GATE_UP]})
     save_per_expert("qwen3_moe", tmp_path / "per_expert", 3)
-    for errors in pair.run("uneven", root=str(tmp_path)):
+    for errors in pair.run(experts.uneven, root=str(tmp_path)):
         assert len(errors) == 4
         assert all("has rank 3, which 2 ranks can't share evenly" in text for text in errors[:3])
         assert "mlp.experts.0.gate_proj" in errors[2]
@@ -133,7 +127,7 @@ def test_a_rank_that_two_ranks_can_not_share_is_refused(pair: Ranks, tmp_path: P
 
 
 def test_experts_that_can_not_be_shared_evenly_are_refused(pair: Ranks) -> None:
-    for errors in pair.run("refusals"):
+    for errors in pair.run(experts.refusals):
         assert len(errors) == 3
         assert "experts 3 can't be shared evenly by 2 ranks" in errors[0]
         assert "expert columns 3 can't be shared evenly by 2 ranks" in errors[1]

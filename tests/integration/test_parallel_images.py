@@ -1,6 +1,5 @@
 """Two ranks that share an image-text model generate from images what one rank does."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,23 +8,18 @@ from loradock.client import Client, Malformed
 from tests.support.engine.image_bench import EVERYWHERE, KINDS, NAMES, PeftReference
 from tests.support.engine.serve_process import serve
 from tests.support.models.image_examples import image_prompt
+from tests.support.parallel import images
 from tests.support.parallel.images import ROWS
-from tests.support.parallel.ranks import Ranks, ranks
+from tests.support.parallel.ranks import Ranks
 from tests.support.waiting import HANG_S
 
 TOKENS = 10
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with ranks("tests.support.parallel.images") as started:
-        yield started
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_generate_what_one_generates(pair: Ranks, kind: str, tmp_path: Path) -> None:
     PeftReference(kind, tmp_path)
-    for found in pair.run("same_output", kind=kind, directory=str(tmp_path)):
+    for found in pair.run(images.same_output, kind=kind, directory=str(tmp_path)):
         assert found["found"] == found["expected"]
         assert len(found["expected"]) == len(ROWS)
         assert all(found["expected"])

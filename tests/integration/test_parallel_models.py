@@ -1,6 +1,5 @@
 """A model split over two ranks by its own plan answers as whole, or is refused with the reason."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import ParallelGroup
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_adapters import make_model
+from tests.support.parallel import models
 from tests.support.parallel.models import TOKENS, build
-from tests.support.parallel.ranks import Ranks, ranks
+from tests.support.parallel.ranks import Ranks
 
 ERROR_MAX = 1e-5
 MODELS = [
@@ -40,16 +40,10 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with ranks("tests.support.parallel.models") as started:
-        yield started
-
-
 @pytest.mark.parametrize("fully_sharded", [False, True], ids=["default", "fully-sharded"])
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_answer_as_one(pair: Ranks, name: str, fully_sharded: bool) -> None:
-    found = pair.run("same_logits", name=name, fully_sharded=fully_sharded)
+    found = pair.run(models.same_logits, name=name, fully_sharded=fully_sharded)
     assert max(rank["error"] for rank in found) < ERROR_MAX
     for rank in found:
         kinds = rank["kinds"]
@@ -61,7 +55,7 @@ def test_two_ranks_answer_as_one(pair: Ranks, name: str, fully_sharded: bool) ->
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_two_ranks_answer_as_one_for_other_layers(pair: Ranks, name: str) -> None:
-    found = pair.run("same_logits", name=name, fully_sharded=OTHERS[name])
+    found = pair.run(models.same_logits, name=name, fully_sharded=OTHERS[name])
     assert max(rank["error"] for rank in found) < ERROR_MAX
     assert all(rank["kept"] < 1 for rank in found)
 
@@ -89,7 +83,7 @@ def test_two_ranks_compare_copies_and_serve_trained_tokens(
     pair: Ranks, name: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     expected = by_peft(tmp_path, name, **fields)
-    for logits in pair.run("with_adapter", name=name, directory=str(tmp_path)):
+    for logits in pair.run(models.with_adapter, name=name, directory=str(tmp_path)):
         assert relative_error(torch.tensor(logits), expected) < ERROR_MAX
 
 
@@ -103,7 +97,7 @@ def test_one_other_value_of_a_rank_refuses_a_copy(
     weights = load_file(path)
     weights["base_model.model.lm_head.weight"][row, 7] += 1
     save_file(weights, path)
-    errors = pair.run("with_adapter", name=name, directory=str(tmp_path))
+    errors = pair.run(models.with_adapter, name=name, directory=str(tmp_path))
     text = "base_model.model.lm_head.weight differs from this model's lm_head"
     assert any(text in error for error in errors), errors
     assert all(isinstance(error, str) for error in errors)
@@ -130,7 +124,7 @@ def test_a_rank_reads_its_own_part_once(pair: Ranks, name: str, tmp_path: Path) 
     model = SAVED[name]()
     # Several files with an index.
     model.save_pretrained(tmp_path, max_shard_size="20KB" if name == "llama" else "5GB")
-    found = pair.run("read_in_parts", directory=str(tmp_path), by_expert="by-expert" in name)
+    found = pair.run(models.read_in_parts, directory=str(tmp_path), by_expert="by-expert" in name)
     with torch.inference_mode():
         expected = model(input_ids=torch.arange(3, 9)[None], use_cache=False).logits.flatten()
     saved = sum({one.data_ptr(): one.nbytes for one in model.parameters()}.values())
@@ -144,12 +138,12 @@ def test_a_rank_reads_its_own_part_once(pair: Ranks, name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_can_not_be_split_is_refused(pair: Ranks, name: str) -> None:
-    for error in pair.run("refusal", name=name):
+    for error in pair.run(models.refusal, name=name):
         assert REFUSED[name] in error
 
 
 def test_a_plan_that_changes_the_output_is_refused(pair: Ranks) -> None:
-    for error in pair.run("wrong_plan"):
+    for error in pair.run(models.wrong_plan):
         assert "results differ from the whole model's" in error
 
 

@@ -1,6 +1,5 @@
 """A model that embeds or classifies on two ranks computes what one rank and PEFT compute."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,15 @@ from loradock.messages.views import PoolingTask
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.pooling_bench import ROWS, PeftReference, PoolingBench
 from tests.support.models.pooling_examples import save_adapters
+from tests.support.parallel import pooling
 from tests.support.parallel.pooling import example_of
-from tests.support.parallel.ranks import Ranks, ranks
+from tests.support.parallel.ranks import Ranks
 
 ERROR_MAX = 1e-5
 MODELS: list[tuple[PoolingTask, str]] = [
     *(("embed", name) for name in ("qwen3", "qwen3-moe", "eurobert")),
     *(("classify", name) for name in ("llama", "eurobert")),
 ]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with ranks("tests.support.parallel.pooling") as started:
-        yield started
 
 
 @pytest.mark.parametrize("fully_sharded", [False, True], ids=["default", "fully-sharded"])
@@ -37,10 +31,10 @@ def test_two_ranks_compute_what_one_and_peft_compute(
     fields = {"task_type": "SEQ_CLS"} if task == "classify" else {}
     reference = PeftReference(example, save_adapters(example, tmp_path, **fields))
     whole = PoolingBench(example, task, tmp_path)
-    pooling = whole.model.pooling if task == "embed" else None
-    expected = torch.stack([reference.alone(*row, pooling) for row in ROWS])
+    pooled_by = whole.model.pooling if task == "embed" else None
+    expected = torch.stack([reference.alone(*row, pooled_by) for row in ROWS])
     arguments = {"task": task, "name": name, "root": str(tmp_path), "fully_sharded": fully_sharded}
-    for found in pair.run("vectors", **arguments):
+    for found in pair.run(pooling.vectors, **arguments):
         pooled = torch.tensor(found["pooled"])
         for row, one_rank, peft in zip(pooled, whole.pooled(), expected, strict=True):
             assert relative_error(row, one_rank) < ERROR_MAX
@@ -52,7 +46,7 @@ def test_two_ranks_compute_what_one_and_peft_compute(
 
 @pytest.mark.parametrize("task", ["embed", "classify"])
 def test_a_model_without_a_plan_is_refused(pair: Ranks, task: PoolingTask) -> None:
-    for error in pair.run("refusal", task=task, name="bert"):
+    for error in pair.run(pooling.refusal, task=task, name="bert"):
         assert "has no tensor-parallel plan for its layers; serve it on one rank" in error
 
 
@@ -62,5 +56,5 @@ def test_requests_end_alike_on_all_ranks_and_as_on_rank_0(
 ) -> None:
     save_adapters(example_of("embed", "qwen3"), tmp_path)
     end = ErrorCode.NOT_FINITE if nan_rank == 0 else ""
-    for codes in pair.run("ends", root=str(tmp_path), nan_rank=nan_rank):
+    for codes in pair.run(pooling.ends, root=str(tmp_path), nan_rank=nan_rank):
         assert codes == [end, end]

@@ -1,19 +1,12 @@
 """Two ranks answer to images as one does, with adapters on every part of the model."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.support.models.image_text_examples import KINDS
-from tests.support.parallel.ranks import Ranks, ranks
+from tests.support.parallel import towers
+from tests.support.parallel.ranks import Ranks
 
 ERROR_MAX = 1e-5
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with ranks("tests.support.parallel.towers") as started:
-        yield started
 
 
 @pytest.mark.parametrize(
@@ -21,7 +14,7 @@ def pair() -> Iterator[Ranks]:
     [*((kind, False) for kind in KINDS), ("llava", True), ("qwen2_5_vl", True)],
 )
 def test_two_ranks_read_images_as_one(pair: Ranks, kind: str, fully_sharded: bool) -> None:
-    for rank in pair.run("same_logits", kind=kind, fully_sharded=fully_sharded):
+    for rank in pair.run(towers.same_logits, kind=kind, fully_sharded=fully_sharded):
         assert max(rank["error"], rank["base"]) < ERROR_MAX
         assert rank["tower"] > 0
         assert rank["is_tower_whole"]
@@ -29,7 +22,7 @@ def test_two_ranks_read_images_as_one(pair: Ranks, kind: str, fully_sharded: boo
 
 
 def test_a_tower_stays_whole_regardless_of_the_plan(pair: Ranks) -> None:
-    found = pair.run("same_logits", kind="llava", fully_sharded=False, is_tower_planned=True)
+    found = pair.run(towers.same_logits, kind="llava", fully_sharded=False, is_tower_planned=True)
     for rank in found:
         assert rank["error"] < ERROR_MAX
         assert rank["is_tower_whole"]

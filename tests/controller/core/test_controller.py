@@ -34,7 +34,7 @@ from tests.support.simulation.workload import (
     small_limits,
 )
 
-EXAMPLES = int(os.environ.get("LORADOCK_SIM_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("LORADOCK_SIM_EXAMPLES", "100"))
 STEPS = int(os.environ.get("LORADOCK_SIM_STEPS", "60"))
 
 names = st.sampled_from(NAMES)

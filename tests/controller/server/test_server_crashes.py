@@ -29,7 +29,7 @@ from tests.support.parallel.stepped_controller import SteppedClock
 from tests.support.simulation.shell_examples import RawClient, logged
 from tests.support.waiting import HANG_S
 
-DISTURBANCES = int(os.environ.get("LORADOCK_DISTURBANCES", "150"))
+DISTURBANCES = int(os.environ.get("LORADOCK_DISTURBANCES", "100"))
 CLOCK_STEP_NS_MAX = 3_600_000_000_000
 PAUSE_S_MAX = 0.1
 CLIENTS = 6

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 # The interpreter multiplies with NumPy. OpenBLAS's kernels with fused multiply-add round a row by
 # its index in their tile, so on some processors equal rows would differ: an older one is chosen.
 INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
 
 
+@pytest.mark.skipif("LORADOCK_COMPILE" not in os.environ, reason="run by `make rehearse`")
 def test_the_interpreted_kernels_pass_the_shared_tests() -> None:
     operations = (
         *("linear", "shrink_expand", "embedding", "checks", "traffic"),

@@ -35,7 +35,6 @@ from tests.support.models.expert_examples import (
     make_experts,
     projections_of,
 )
-from tests.support.parallel.ranks import serve
 
 SHARDED = "fully-sharded"
 SCHEMES = ("tensor", "expert", SHARDED)
@@ -269,9 +268,3 @@ def refusals(group: ParallelGroup) -> list[str]:
     except ModelRefused as error:
         errors.append(str(error))
     return errors
-
-
-CASES = {case.__name__: case for case in (layer, collectives, model, dummy, uneven, refusals)}
-
-if __name__ == "__main__":
-    serve(CASES)

@@ -9,7 +9,6 @@ from loradock.engine.parallel import ParallelGroup
 from loradock.messages.prompts import Sampling
 from tests.support.engine.image_bench import ImageBench, PromptRow
 from tests.support.models.image_examples import image_prompt, picture
-from tests.support.parallel.ranks import serve
 
 ROWS = (
     PromptRow("one", "a @ cat", (picture(20, 12, 1),)),
@@ -44,9 +43,3 @@ def same_output(group: ParallelGroup, kind: str, directory: str) -> dict[str, An
         "failed": driver.end(bad).message,
         "kinds": sorted({type(layer).__name__ for layer in bench.model.layers.values()}),
     }
-
-
-CASES = {case.__name__: case for case in (same_output,)}
-
-if __name__ == "__main__":
-    serve(CASES)

@@ -36,7 +36,6 @@ from loradock.engine.parallel import SINGLE, ParallelGroup
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
 from tests.support.engine.engine_examples import relative_error
-from tests.support.parallel.ranks import serve
 
 IN, RANK_MAX = 24, 8
 RANKS = (2, 8, 4)
@@ -308,15 +307,3 @@ def exchange(group: ParallelGroup) -> list[Any]:
         *([len(part) for part in parts], [len(part) for part in empty_parts]),
         *(data.decode(), empty.decode(), numbers, total.tolist(), columns.tolist()),
     ]
-
-
-CASES = {
-    case.__name__: case
-    for case in (
-        *(column, column_pair, merged, merged_variable, qkv, row, replicated, vocabulary),
-        *(group_of_one, uneven_rank, uneven_layers, exchange),
-    )
-}
-
-if __name__ == "__main__":
-    serve(CASES)

@@ -45,7 +45,6 @@ from loradock.engine.residency.staging import stage
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.causal_configs import build_model
 from tests.support.models.causal_fields import FIELDS
-from tests.support.parallel.ranks import serve
 
 VOCABULARY = 67
 RANK_MAX = 8
@@ -267,11 +266,3 @@ def wrong_plan(group: ParallelGroup) -> str:
 class Mixed(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * x.mean(-1, keepdim=True)
-
-
-CASES = {
-    case.__name__: case for case in (same_logits, with_adapter, read_in_parts, refusal, wrong_plan)
-}
-
-if __name__ == "__main__":
-    serve(CASES)

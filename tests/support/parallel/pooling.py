@@ -20,7 +20,6 @@ from loradock.messages.reports import OperationFailed, PoolingEnded, Report
 from loradock.messages.views import PoolingTask
 from tests.support.engine.pooling_bench import PoolingBench
 from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS, TEXTS, PoolingExample
-from tests.support.parallel.ranks import serve
 
 
 def example_of(task: PoolingTask, name: str) -> PoolingExample:
@@ -74,9 +73,3 @@ def ends(group: ParallelGroup, root: str, nan_rank: int) -> list[str]:
     pooler.step()
     ended = [one for one in reports if isinstance(one, PoolingEnded | OperationFailed)]
     return [getattr(one, "code", "") for one in ended]
-
-
-CASES = {case.__name__: case for case in (vectors, refusal, ends)}
-
-if __name__ == "__main__":
-    serve(CASES)

@@ -3,16 +3,17 @@
 They are started once for many cases, because starting takes seconds. A case runs on all ranks, and
 each rank returns its result or its error; after an error the processes continue.
 
-A case is a function of `tests.support.parallel.layer_cases` or `tests.support.parallel.models`. It
-accepts the group and the test's arguments, and returns a value that JSON can express.
+A case is a function of a module that the ranks can import. It accepts the group and the test's
+arguments, and returns a value that JSON can express.
 """
 
+import importlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ Case = Callable[..., Any]
 class Ranks:
     """The test's side: the processes of all ranks."""
 
-    def __init__(self, module: str, world_size: int = 2) -> None:
+    def __init__(self, world_size: int = 2) -> None:
         environment = os.environ | {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
@@ -35,7 +36,7 @@ class Ranks:
         }
         self._children = [
             subprocess.Popen(
-                [sys.executable, "-m", module],
+                [sys.executable, "-m", "tests.support.parallel.ranks"],
                 cwd=ROOT,
                 env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.PIPE,
@@ -45,10 +46,11 @@ class Ranks:
             for rank in range(world_size)
         ]
 
-    def run(self, case: str, **given: Any) -> list[Any]:
+    def run(self, case: Case, **given: Any) -> list[Any]:
         """Return each rank's result, rank 0 first; raises `AssertionError` if one failed."""
         for child in self._children:
-            print(json.dumps([case, given]), file=child.stdin, flush=True)
+            order = [case.__module__, case.__name__, given]
+            print(json.dumps(order), file=child.stdin, flush=True)
         answers = [json.loads(child.stdout.readline()) for child in self._children]
         for answer in answers:
             assert "error" not in answer, answer["error"]
@@ -67,15 +69,15 @@ class Ranks:
 
 
 @contextmanager
-def ranks(module: str) -> Iterator[Ranks]:
-    pair = Ranks(module)
+def ranks() -> Iterator[Ranks]:
+    pair = Ranks()
     try:
         yield pair
     finally:
         pair.close()
 
 
-def serve(cases: Mapping[str, Case]) -> None:
+def serve() -> None:
     """Run cases in a rank's process, until its input ends."""
     import torch  # noqa: PLC0415 - the test's process does not need it
 
@@ -83,15 +85,16 @@ def serve(cases: Mapping[str, Case]) -> None:
     group = join_group("cpu")
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        case, given = json.loads(line)
-        print(json.dumps(_run(cases[case], group, given)), file=answers, flush=True)
+        module, name, given = json.loads(line)
+        case = getattr(importlib.import_module(module), name)
+        print(json.dumps(_run(case, group, given)), file=answers, flush=True)
     leave_group(group)
     # As in an engine's rank: the interpreter's cleanup would wait seconds for the other rank.
     sys.stderr.flush()
     os._exit(0)
 
 
-def _run(case: Case, group: ParallelGroup, given: Mapping[str, Any]) -> dict[str, Any]:
+def _run(case: Case, group: ParallelGroup, given: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"result": case(group, **given)}
     except Exception as error:
@@ -102,3 +105,7 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    serve()

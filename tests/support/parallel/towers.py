@@ -24,7 +24,6 @@ from tests.support.engine.engine_examples import relative_error
 from tests.support.models.image_rows import WIDTH, ImageRow, entries, images, inputs
 from tests.support.models.image_text_examples import build
 from tests.support.parallel.models import IDS, RANK_MAX, adapter
-from tests.support.parallel.ranks import serve
 
 ROWS = (
     ImageRow(IDS[0], (1,)),
@@ -99,9 +98,3 @@ def same_logits(
         ),
         "is_sharded": any("Sharded" in type(one).__name__ for one in bench.model.layers.values()),
     }
-
-
-CASES = {same_logits.__name__: same_logits}
-
-if __name__ == "__main__":
-    serve(CASES)
