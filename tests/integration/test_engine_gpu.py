@@ -65,7 +65,7 @@ def test_every_adapter_answers_from_a_slot_on_the_device(
         device_bytes_max=DEVICE_BYTES,
         capture_steps=capture_steps,
         # Each number of rows is captured at start, in minutes where Triton's interpreter runs it.
-        max_num_seqs=2 if capture_steps else SLOTS,
+        max_num_seqs=SLOTS,
     )
     lora_config = LoRAConfig(max_lora_rank=64, max_loras=SLOTS, dual_stream=dual_stream)
     bench = EngineBench(load_model(config, lora_config), config, lora_config)
