@@ -300,9 +300,12 @@ class CapturedDecode:
     def run(self, chunks: Sequence[PackedChunk], rows: int = 1) -> Tensor:
         """Return the logits after each chunk's one token, [chunks, vocabulary].
 
-        They are valid until the next call. rows: the least of the step, dummies included.
+        They are valid until the next call. rows: the least of the step, dummies included. Raises
+        `ValueError` for more rows than the memory of a step's inputs has, which graphs read.
         """
         padded = self.padded_rows(max(rows, len(chunks)))
+        if padded > self.rows_max:
+            raise ValueError(f"a decode step of {padded} rows, at most {self.rows_max}")
         numbers = self._packed.decode_numbers(chunks, padded)
         sent = self._inputs.send([torch.tensor(one, dtype=torch.int64) for one in numbers])
         inputs = DecodeInputs(*sent)

@@ -458,8 +458,9 @@ def _capture_all(captured: CapturedDecode, mapper: ProbeMapper) -> None:
 def probe_captured(packed: PackedModel, captured: CapturedDecode, mapper: ProbeMapper) -> None:
     """Raise `CaptureRefused` if captured steps fail, or differ from passes that are not."""
     pool = BlockPool(packed.cache.blocks)
-    tables = [BlockTable(pool, None) for _ in _LENGTHS]
-    for row, (table, length) in enumerate(zip(tables, _LENGTHS, strict=True)):
+    lengths = _LENGTHS[: packed.sequences_max]
+    tables = [BlockTable(pool, None) for _ in lengths]
+    for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         table.reserve(length + DECODE_STEPS)
         tokens = [(7 * index + row + 3) % packed.model.vocab_size for index in range(length)]
         mapper.map(length, 1)

@@ -96,7 +96,7 @@ def bench_of(
         if is_captured:
             monkeypatch.setattr(startup, "choose_capture", choose)
         lora = {name: fields.pop(name) for name in tuple(fields) if name in LORA_SWITCHES}
-        config = replace(engine_config, max_num_seqs=8, **fields)
+        config = replace(engine_config, **{"max_num_seqs": 8} | fields)
         return GenerationBench(prepared_model, adapter_root, config, **lora)
 
     return make
@@ -126,6 +126,18 @@ def test_rows_that_join_and_leave_answer_as_alone_and_nothing_is_captured_meanwh
         chunks = [one for one in steps.passes if one != "decode"]
         assert len(chunks) > len(MIXED_REQUESTS) // 3
         assert steps.passes.count("decode") > len(chunks)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_batch_of_fewer_rows_than_the_start_compares_answers_as_alone(
+    bench_of: MakeBench, steps: Steps, rows: int
+) -> None:
+    bench = bench_of(is_captured=False)
+    expected = [bench.alone(*request) for request in MIXED_REQUESTS[:6]]
+    bench = bench_of(True, max_num_seqs=rows)
+    replays = steps.capture.replays
+    assert bench.outputs(MIXED_REQUESTS[:6], steps_between=2) == expected
+    assert steps.capture.replays > replays
 
 
 def test_one_graph_per_number_of_rows_with_and_without_adapters(
