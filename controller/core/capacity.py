@@ -183,18 +183,16 @@ def _find_by_policy(
     if victim is not None:
         return victim
     # Listed once: where no adapter is idle, most inputs get here.
-    movable = list(_in_lru_order(context, states, can_move))
+    movable = list(_in_lru_order(context, can_move, states))
     for accepts in (_is_only_leased, partial(_is_newer, context, requester.priority)):
         candidates = list(filter(accepts, movable))
         if accepts is _is_only_leased and context.limits.turn_tokens:
             candidates.sort(key=attrgetter("state_since_ns"))
-        for group in _groups(context, states):
-            choose = partial(
-                context.current_policy, iter([one for one in candidates if one.state in group])
-            )
-            victim = _checked_choice(context, choose, group, _both(accepts, can_move))
-            if victim is not None:
-                return victim
+        victim = _choose_by_policy(
+            context, states, partial(_in_states, candidates), _both(accepts, can_move)
+        )
+        if victim is not None:
+            return victim
     return None
 
 
@@ -207,8 +205,18 @@ def _choose_idle(
     if context.world.rankings:
         choose = partial(_choose_by_ranking, context, states, tier, can_leave)
         return _checked_choice(context, choose, states, can_leave)
-    for group in _groups(context, states):
-        choose = partial(context.current_policy, _in_lru_order(context, group, can_leave))
+    return _choose_by_policy(context, states, partial(_in_lru_order, context, can_leave), can_leave)
+
+
+def _choose_by_policy(
+    context: Context,
+    states: tuple[AdapterState, ...],
+    candidates_in: Callable[[tuple[AdapterState, ...]], Iterator[Adapter]],
+    can_leave: Callable[[Adapter], bool],
+) -> Adapter | None:
+    """Return what the policy chooses from all states at once, or from one after the other."""
+    for group in [(state,) for state in states] if context.is_state_by_state else [states]:
+        choose = partial(context.current_policy, candidates_in(group))
         victim = _checked_choice(context, choose, group, can_leave)
         if victim is not None:
             return victim
@@ -274,15 +282,14 @@ def _is_newer(context: Context, priority: Seq, adapter: Adapter) -> bool:
     return adapter.priority > priority and not context.world.has_suspended(adapter)
 
 
-def _groups(
-    context: Context, states: tuple[AdapterState, ...]
-) -> Iterable[tuple[AdapterState, ...]]:
-    """Return the states from which the policy chooses at once, one group after the other."""
-    return [(state,) for state in states] if context.is_state_by_state else [states]
+def _in_states(
+    candidates: Iterable[Adapter], states: tuple[AdapterState, ...]
+) -> Iterator[Adapter]:
+    return (one for one in candidates if one.state in states)
 
 
 def _in_lru_order(
-    context: Context, states: tuple[AdapterState, ...], accepts: Callable[[Adapter], bool]
+    context: Context, accepts: Callable[[Adapter], bool], states: tuple[AdapterState, ...]
 ) -> Iterator[Adapter]:
     """Return the accepted adapters of these states, least recently used first."""
     world = context.world
