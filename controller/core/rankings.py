@@ -45,7 +45,7 @@ _ONE: Final = 1 << 20
 """The unit of probabilities and weights."""
 
 _USES: Final = tuple(_ONE >> pace for pace in PACES)
-"""What a use adds to the sum of each pace, whose limit is a probability (but for a factor)."""
+"""What a use adds to the sum of each pace."""
 
 _WEIGHT_MIN: Final = _ONE >> 8
 """Lower bound of a pace's weight, so that it can be learned again."""
@@ -354,10 +354,10 @@ class Adaptive(Ranking):
 
     Uses age at several paces: they count half after 2, 16, 128 or 1,024 others (Least Recently/
     Frequently Used, Lee et al., IEEE Transactions on Computers 2001). From each pace follows a
-    probability that the next use is of an adapter. What counts is their mean, weighted by how well
-    each pace foretold the uses so far (on-line expectation maximisation, Cappe and Moulines 2009).
-    Uses of adapters that are not in the tier count too: `history` has them until they return or are
-    forgotten.
+    probability that the next use is of an adapter: its share of all uses, which are aged alike.
+    What counts is the mean of these, weighted by how well each pace foretold the uses so far
+    (on-line expectation maximisation, Cappe and Moulines 2009). Uses of adapters that are not in
+    the tier count too: `history` has them until they return or are forgotten.
 
     The order is by the slowest pace alone, since only a use of an adapter changes its place there.
     """
@@ -398,7 +398,8 @@ class Adaptive(Ranking):
     def peek(self, accepts: Accepts) -> AdapterId | None:
         """Return the accepted adapter with the lowest mean."""
         found, lowest = None, 0
-        slowest = self.weights[-1]
+        factors = self._factors()
+        slowest = factors[-1]
         for adapter_id in filter(accepts, self):
             entry = self.entries[adapter_id]
             age = self.stamp - entry.stamp
@@ -407,7 +408,7 @@ class Adaptive(Ranking):
             if found is not None and slow >= lowest:
                 break
             aged = map(_aged, entry.sums, repeat(age), PACES)
-            mean = sum(map(mul, self.weights, aged)) * entry.worth
+            mean = sum(map(mul, factors, aged)) * entry.worth
             if found is None or mean < lowest:
                 found, lowest = adapter_id, mean
         return found
@@ -439,7 +440,7 @@ class Adaptive(Ranking):
         aged = list(map(_aged, entry.sums, repeat(stamp - 1 - entry.stamp), PACES))
         # One of four uses is enough to learn from.
         if stamp & 3 == 0:
-            self._learn(list(map(mul, self.weights, aged)))
+            self._learn(list(map(mul, self._factors(), aged)))
         entry.stamp, entry.sums = stamp, tuple(map(add, aged, _USES))
 
     def _learn(self, parts: list[int]) -> None:
@@ -450,6 +451,17 @@ class Adaptive(Ranking):
                 max(_WEIGHT_MIN, weight + (part * _ONE // whole - weight >> _LEARNING_SHIFT))
                 for weight, part in zip(self.weights, parts, strict=True)
             ]
+
+    def _factors(self) -> list[int]:
+        """Return by what a sum of each pace counts in a mean: its weight over the sum of all uses.
+
+        A slow pace has seen a part of its uses only: without this, it would count for too little.
+        """
+        # What is left of all uses is their limit, less what is left of it.
+        return [
+            weight * _ONE // max(1, _ONE - _aged(_ONE, self.stamp, pace))
+            for weight, pace in zip(self.weights, PACES, strict=True)
+        ]
 
     def _priority(self, entry: Entry) -> int:
         # Sums of one pace halve alike as time passes, so the logarithm at time 0 is fixed.

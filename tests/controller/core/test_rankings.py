@@ -136,10 +136,16 @@ def mean_of(ranking: Adaptive, one: int) -> float:
     """Return the plain definition of what `Adaptive` compares."""
     entry = ranking.entries[one]
     paces = zip(ranking.weights, entry.sums, PACES, strict=True)
+
+    def left(uses: float, pace: int) -> float:
+        return 2.0 ** (-uses / 2**pace)
+
     age = ranking.stamp - entry.stamp
-    return (
-        sum(weight * total * 2 ** (-age / 2**pace) for weight, total, pace in paces) * entry.worth
+    shares = (
+        weight * total * left(age, pace) / (1 - left(ranking.stamp, pace))
+        for weight, total, pace in paces
     )
+    return sum(shares) * entry.worth
 
 
 @given(accesses=ACCESSES, leased=st.sets(st.integers(1, 12)), seed=st.integers(0, 99))
