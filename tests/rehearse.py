@@ -33,7 +33,10 @@ SAMPLINGS: Final = (
     {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1},
     {"presence_penalty": 0.5, "frequency_penalty": 0.5, "logprobs": 2, "logit_bias": ((65, -1.0),)},
 )
-STARTED: Final = ("attend_kernel", "merge_kernel", "rms_norm_kernel", "rotate_kernel")
+STARTED: Final = (
+    *("write_kernel", "attend_kernel", "merge_kernel"),
+    *("rms_norm_kernel", "add_norm_kernel", "gate_kernel", "rotate_kernel"),
+)
 TOKENS: Final = 100
 STEPS: Final = 16
 LONG_PROMPT: Final = tuple(range(1, 81))

@@ -45,8 +45,18 @@ class AttentionOptions(NamedTuple):
     chunk: int = 0
 
 
-BlockAttention = Callable[[Tensor, Tensor, Tensor, Tensor, BlockOperands, AttentionOptions], None]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, BlockOperands, AttentionOptions], None]
 """(y, query, keys, values, blocks, options); specified by `attend_reference`."""
+
+WriteTokens = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""(keys, values, new_keys, new_values, places); specified by `write_reference`."""
+
+
+class BlockAttention(NamedTuple):
+    """Both operations on blocks: new tokens are written, then attended with the others."""
+
+    attend: Attend
+    write: WriteTokens
 
 
 def check_attention(

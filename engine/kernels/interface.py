@@ -4,7 +4,7 @@ The reference implementation specifies each operation; every other implementatio
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -42,18 +42,27 @@ PlanLinear = Callable[[Tensor, Tensor, LoRASlices, Groups], LinearPlan]
 """(y, x, slices, groups); raises ValueError as the operation does."""
 
 
+ACTIVATIONS: Final = ("silu", "gelu_tanh")
+"""The activations of a gate: SiLU, and GELU by its approximation with tanh."""
+
+
 class FusedOperations(NamedTuple):
     """One kernel each in place of a chain of PyTorch's.
 
     `rms_norm`: (x, weight, eps, offset) -> `x / sqrt(mean(x ** 2) + eps) * (offset + weight)` over
     the last axis; x: [..., width], weight: [width], of one dtype. Raises ValueError for a width
-    that it can't hold. `rotate`: (query, keys, cos, sin) -> queries and keys, rotated by the angles
+    that it can't hold. `add_norm`: (x, added, weight, eps, offset) -> `x + added`, rounded, and the
+    norm of that. `rotate`: (query, keys, cos, sin) -> queries and keys, rotated by the angles
     of their tokens in pairs of their halves; query, keys: [rows, heads, tokens, width]; cos, sin:
     [rows, tokens, width], of equal strides, the last of which is 1, as that of queries and keys.
+    `gate`: (gate, up, activation) -> `activation(gate) * up`, for one of `ACTIVATIONS`; gate, up:
+    [..., width], of one shape.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
+    add_norm: Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gate: Callable[[Tensor, Tensor, str], Tensor]
 
 
 class Kernels(NamedTuple):

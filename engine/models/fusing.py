@@ -1,19 +1,20 @@
-"""One kernel in place of a chain of PyTorch's, where a model's own norms and rotations equal it.
+"""One kernel in place of a chain of PyTorch's, where a model's own modules equal it.
 
-On a CUDA device, each norm of a decoder layer is eight launches, and the rotation of queries and
-keys ten. What a module computes is compared at start, whatever its name is.
+On a CUDA device, each norm of a decoder layer is eight launches, the rotation of queries and keys
+ten, and a gate two. What a module computes is compared at start, whatever its name is.
 """
 
+import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from loradock.engine.kernels.interface import FusedOperations
+from loradock.engine.kernels.interface import ACTIVATIONS, FusedOperations
 from loradock.engine.models.observation import relative_difference
 
 _OFFSETS: Final = (0.0, 1.0)
@@ -22,6 +23,8 @@ _ROTATION: Final = "apply_rotary_pos_emb"
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS: Final = 3
 _WIDTH: Final = 16
+_GATED: Final = ("gate_proj", "up_proj", "down_proj")
+_LAYER: Final = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 ROUNDINGS_MAX: Final = 4
 """The relative norm, in units of the dtype's rounding, by which results can differ."""
@@ -29,29 +32,45 @@ ROUNDINGS_MAX: Final = 4
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
+class _Fusion(NamedTuple):
+    """A kind of module: what the operation needs to equal one, None for others, and its class."""
+
+    find: Callable[[nn.Module, FusedOperations], Any]
+    make: Callable[[Any, Any, FusedOperations], type[nn.Module]]
+
+
 def fuse(model: nn.Module, operations: FusedOperations) -> tuple[str, ...]:
-    """Let norms and rotations run as one kernel each; return their names in the model's code.
+    """Let a model's modules run as one kernel where one equals them; return their names.
 
     What needs a gradient, and what is on another kind of device than the model, continues to run as
     the model's own code: a rotation is a function that all models of a module share.
     """
     fused: set[str] = set()
-    classes: dict[tuple[type[nn.Module], float], type[nn.Module]] = {}
-    for module in [one for one in model.modules() if _can_be_norm(one)]:
-        kind: Any = type(module)
+    modules = [*model.modules()]
+    for module in modules:
         # One that was fused for other operations before.
-        kind = module.__class__ = getattr(kind, "loradock_own", kind)
-        offset = _offset_of(module, operations)
-        if offset is not None:
-            if (kind, offset) not in classes:
-                classes[kind, offset] = _fused_norm(kind, offset, operations)
-            module.__class__ = classes[kind, offset]
+        module.__class__ = getattr(type(module), "loradock_own", type(module))
+    for fusion in _FUSIONS:
+        classes: dict[tuple[type[nn.Module], Any], type[nn.Module]] = {}
+        for module in modules:
+            kind, needed = type(module), fusion.find(module, operations)
+            if needed is None:
+                continue
+            if (kind, needed) not in classes:
+                classes[kind, needed] = _named_like(kind, fusion.make(kind, needed, operations))
+            module.__class__ = classes[kind, needed]
             fused.add(kind.__name__)
     like = next((one for one in model.parameters() if one.dtype in _DTYPES), None)
-    for name in {type(module).__module__ for module in model.modules()}:
+    for name in {type(module).__module__ for module in modules}:
         if like is not None and _fuse_rotation(sys.modules[name], like, operations):
             fused.add(_ROTATION)
     return tuple(sorted(fused))
+
+
+def _named_like(kind: type[nn.Module], made: Any) -> Any:
+    made.__name__, made.__qualname__ = kind.__name__, kind.__qualname__
+    made.__module__, made.loradock_own = kind.__module__, kind
+    return made
 
 
 def _can_be_norm(module: nn.Module) -> bool:
@@ -65,24 +84,25 @@ def _can_be_norm(module: nn.Module) -> bool:
     )
 
 
-def _offset_of(module: nn.Module, operations: FusedOperations) -> float | None:
+def _norm_offset(module: nn.Module, operations: FusedOperations) -> float | None:
     """Return what a norm adds to its weights; None for a module that is no such norm."""
+    if not _can_be_norm(module):
+        return None
     weight: Any = module.weight
-    generator = torch.Generator().manual_seed(0)
     # A norm that subtracts the mean differs, as the mean is not 0.
-    x = (1 + torch.randn(_ROWS, len(weight), generator=generator)).to(weight)
-    factors = torch.rand(len(weight), generator=generator).to(weight)
+    x = (1 + _random(_ROWS, len(weight))).to(weight)
+    factors = torch.rand(len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
     try:
         with torch.no_grad():
             own = torch.func.functional_call(module, {"weight": factors}, (x,))
-            eps = _epsilon_of(module) or 0.0
+            eps = _epsilon_of(module)
             found = {offset: operations.rms_norm(x, factors, eps, offset) for offset in _OFFSETS}
     except (TypeError, ValueError, RuntimeError):
         return None
     return next((offset for offset in _OFFSETS if _is_equal(found[offset], own)), None)
 
 
-def _epsilon_of(module: nn.Module) -> float | None:
+def _epsilon_of(module: Any) -> Any:
     found = (getattr(module, name, None) for name in _EPSILONS)
     return next((eps for eps in found if isinstance(eps, float)), None)
 
@@ -93,22 +113,167 @@ def _is_equal(found: Tensor, own: Any) -> bool:
     return is_alike and relative_difference(found, own) <= error_max
 
 
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def _fused_norm(kind: Any, offset: float, operations: FusedOperations) -> type[nn.Module]:
     """Return the class of norms that run as one kernel, and keep all else."""
 
     class FusedNorm(kind):  # type: ignore[misc]
-        loradock_own: Any
+        loradock_offset = offset
+        # An input whose norm is known already, and that norm: it was computed with a sum.
+        loradock_known: tuple[Tensor, Tensor] | None = None
 
         def forward(self, x: Tensor, *rest: Any, **named: Any) -> Any:
-            weight = self.weight
-            is_other = x.device != weight.device or x.dtype != weight.dtype
-            if rest or named or is_other or _needs_gradient(x, weight):
+            weight, known = self.weight, self.loradock_known
+            if known is not None and known[0] is x:
+                return known[1]
+            if rest or named or not _is_served(x, weight):
                 return super().forward(x, *rest, **named)
-            return operations.rms_norm(x, weight, _epsilon_of(self) or 0.0, offset)
+            return operations.rms_norm(x, weight, _epsilon_of(self), offset)
 
-    FusedNorm.__name__, FusedNorm.__qualname__ = kind.__name__, kind.__qualname__
-    FusedNorm.__module__, FusedNorm.loradock_own = kind.__module__, kind
     return FusedNorm
+
+
+class _Stub(nn.Module):
+    """Computes a function in place of a child, and keeps the arguments that it was called with."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._function = function
+        self.named: Mapping[str, Any] = {}
+
+    def forward(self, *inputs: Tensor, hidden_states: Tensor | None = None, **named: Any) -> Any:
+        """Compute the function of the only tensor; the other arguments are kept."""
+        self.named = named
+        (x,) = inputs if hidden_states is None else (hidden_states, *inputs)
+        return self._function(x)
+
+
+def _with_children(module: nn.Module, **children: nn.Module) -> Any:
+    """Return a module like this one with other children."""
+    probe = copy.copy(module)
+    probe._modules = {**module._modules, **children}
+    return probe
+
+
+def _activation(module: nn.Module, operations: FusedOperations) -> tuple[str, str] | None:
+    """Return a gated unit's activation and its type of device; None for a module that is none."""
+    if not all(isinstance(getattr(module, name, None), nn.Module) for name in _GATED):
+        return None
+    like: Any = next(iter(module.parameters()), None)
+    if like is None or like.dtype not in _DTYPES:
+        return None
+    gate, up, down = _Stub(lambda x: 2 * x), _Stub(lambda x: x - 1), _Stub(torch.tanh)
+    probe = _with_children(module, **dict(zip(_GATED, (gate, up, down), strict=True)))
+    x = _random(_ROWS, _WIDTH).to(like)
+    try:
+        with torch.no_grad():
+            own = probe(x)
+            found = {one: down(operations.gate(gate(x), up(x), one)) for one in ACTIVATIONS}
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return None
+    equal = next((one for one in ACTIVATIONS if _is_equal(found[one], own)), None)
+    return None if equal is None else (equal, like.device.type)
+
+
+def _fused_gate(kind: Any, needed: tuple[str, str], operations: FusedOperations) -> type[nn.Module]:
+    """Return the class of gated units whose gate is one kernel."""
+    activation, device_type = needed
+
+    class FusedGate(kind):  # type: ignore[misc]
+        def forward(self, x: Tensor, *rest: Any, **named: Any) -> Any:
+            if rest or named or x.device.type != device_type or not _is_served(x):
+                return super().forward(x, *rest, **named)
+            return self.down_proj(operations.gate(self.gate_proj(x), self.up_proj(x), activation))
+
+    return FusedGate
+
+
+class _LayerArguments(NamedTuple):
+    """The names of a layer's arguments after the first, and those that have a default."""
+
+    names: frozenset[str]
+    defaults: tuple[tuple[str, Any], ...]
+
+
+def _layer_arguments(module: nn.Module, operations: FusedOperations) -> _LayerArguments | None:
+    """Return the arguments of a decoder layer that passes all of them to its attention.
+
+    None for a module that is no such layer: a norm, attention, a sum, a norm of it, and a sum with
+    what follows.
+    """
+    if not all(isinstance(getattr(module, name, None), nn.Module) for name in _LAYER):
+        return None
+    norm: Any = module.post_attention_layernorm
+    if not hasattr(norm, "loradock_offset"):
+        return None
+    _, *others = inspect.signature(module.forward).parameters.values()
+    others = [one for one in others if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    found = _LayerArguments(
+        frozenset(one.name for one in others),
+        tuple((o.name, o.default) for o in others if o.default is not inspect.Parameter.empty),
+    )
+    attention, mlp = _Stub(lambda x: (torch.tanh(x), None)), _Stub(torch.sin)
+    probe = _with_children(module, self_attn=attention, mlp=mlp)
+    # Objects that nothing can be computed from: what an attention receives is what was given.
+    given = {name: object() for name in found.names}
+    x = _random(1, _ROWS, len(norm.weight)).to(norm.weight)
+    try:
+        with torch.no_grad():
+            own, passed = probe(x, **given), attention.named
+            fused = _run_layer(probe, x, given, operations)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return None
+    return found if passed == attention.named and _is_equal(fused, own) else None
+
+
+def _run_layer(
+    layer: Any, x: Tensor, named: Mapping[str, Any], operations: FusedOperations
+) -> Tensor:
+    norm = layer.post_attention_layernorm
+    attended = layer.self_attn(hidden_states=layer.input_layernorm(x), **named)[0]
+    total, normed = operations.add_norm(
+        x, attended, norm.weight, _epsilon_of(norm), norm.loradock_offset
+    )
+    # The norm is called for its hooks: an adapter can have saved it.
+    norm.loradock_known = (total, normed)
+    normed = norm(total)
+    norm.loradock_known = None
+    whole: Tensor = total + layer.mlp(normed)
+    return whole
+
+
+def _fused_layer(
+    kind: Any, arguments: _LayerArguments, operations: FusedOperations
+) -> type[nn.Module]:
+    """Return the class of layers whose inner sum and its norm are one kernel."""
+    names, defaults = arguments.names, dict(arguments.defaults)
+
+    class FusedLayer(kind):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
+            norm = self.post_attention_layernorm
+            is_known = not rest and names.issuperset(named) and hasattr(norm, "loradock_offset")
+            if not is_known or not _is_served(hidden_states, norm.weight):
+                return super().forward(hidden_states, *rest, **named)
+            return _run_layer(self, hidden_states, {**defaults, **named}, operations)
+
+    return FusedLayer
+
+
+_FUSIONS: Final = (
+    _Fusion(_norm_offset, _fused_norm),
+    _Fusion(_activation, _fused_gate),
+    # After the norms, which layers are made of.
+    _Fusion(_layer_arguments, _fused_layer),
+)
+
+
+def _is_served(x: Tensor, *weights: Tensor) -> bool:
+    """Return whether an operation can have an input: like the weights, and without a gradient."""
+    is_alike = all(x.device == one.device and x.dtype == one.dtype for one in weights)
+    return is_alike and x.dtype in _DTYPES and not _needs_gradient(x, *weights)
 
 
 def _fuse_rotation(module: Any, like: Tensor, operations: FusedOperations) -> bool:
@@ -117,9 +282,8 @@ def _fuse_rotation(module: Any, like: Tensor, operations: FusedOperations) -> bo
     if own is None or [*inspect.signature(own).parameters][:4] != ["q", "k", "cos", "sin"]:
         return False
     own, device_type = getattr(own, "loradock_own", own), like.device.type
-    generator = torch.Generator().manual_seed(0)
     shapes = (1, 2, _ROWS, _WIDTH), (1, 1, _ROWS, _WIDTH), (1, _ROWS, _WIDTH), (1, _ROWS, _WIDTH)
-    operands = [torch.randn(shape, generator=generator).to(like) for shape in shapes]
+    operands = [_random(*shape, seed=seed).to(like) for seed, shape in enumerate(shapes)]
     try:
         with torch.no_grad():
             expected, found = own(*operands), operations.rotate(*operands)

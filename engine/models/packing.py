@@ -7,8 +7,7 @@ the children by their names.
 from collections.abc import Callable, Collection, Iterator
 from typing import Final, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loradock.engine.layers import (
     BaseLayerWithLoRA,
@@ -129,9 +128,11 @@ def _is_plain(layer: nn.Module) -> bool:
     """
     if isinstance(layer, ColumnParallelLinear):
         return not layer.gathers
-    if type(layer) is not nn.Linear:
-        return False
-    return type(layer.weight) is nn.Parameter and type(layer.weight.data) is torch.Tensor
+    return type(layer) is nn.Linear and _is_plain_weight(layer.weight)
+
+
+def _is_plain_weight(weight: Tensor) -> bool:
+    return type(weight) is nn.Parameter and type(weight.data) is Tensor
 
 
 def _linear(owner: nn.Module, name: str) -> nn.Linear:

@@ -502,7 +502,7 @@ def _attention(
         if min(found.lookback, ranges.tokens - 1) > step.lookback:
             raise RuntimeError("a layer attends to tokens whose blocks have been released")
         scoring = scoring._replace(window=found.window, chunk=found.chunk)
-        step.attend(output, query[0], layer.keys, layer.values, step.blocks, scoring)
+        step.kernel.attend(output, query[0], layer.keys, layer.values, step.blocks, scoring)
     elif not isinstance(attention_mask, SequenceMasks) or attention_mask.step is not step:
         raise TypeError("the model changes the attention mask")
     else:

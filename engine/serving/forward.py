@@ -211,7 +211,7 @@ class PackedModel:
     """A model over a paged cache of `blocks` blocks: all new tokens in one line, without padding.
 
     `lookback`: how many tokens before itself a token attends to at most, in any layer; sequences
-    may give up the others. `attend`: the kernel that attends over blocks; None for PyTorch's
+    may give up the others. `kernel`: what attends over blocks; None for PyTorch's
     functions. `sequences_max`: the most sequences of a pass. `groups_decodes`: as in
     `GatheredStep`.
     """
@@ -221,7 +221,7 @@ class PackedModel:
         model: CausalModel,
         blocks: int,
         lookback: int = sys.maxsize,
-        attend: BlockAttention | None = None,
+        kernel: BlockAttention | None = None,
         sequences_max: int = 8,
     ) -> None:
         self.cache: Final = PagedKVCache(blocks)
@@ -232,9 +232,9 @@ class PackedModel:
         self.model: Final = model
         self._configs = _configs_of(model.model.config)
         self._ranges = MaskRanges(model.max_model_len, model.device)
-        self._attend = attend
+        self._kernel = kernel
         self._table: DeviceBlockTable | None = None
-        if attend is not None:
+        if kernel is not None:
             width = blocks_of(model.max_model_len)
             self._table = DeviceBlockTable(sequences_max, width, blocks, model.device)
         self._inputs = StepTable(model.device, _INPUT_WORDS)
@@ -242,7 +242,7 @@ class PackedModel:
     @property
     def has_kernel(self) -> bool:
         """True if a kernel attends over blocks, so that decode steps can be captured."""
-        return self._attend is not None
+        return self._kernel is not None
 
     def allocate(self) -> None:
         """Make the buffers of all layers now, by a pass of one token."""
@@ -267,12 +267,12 @@ class PackedModel:
 
         Needs a kernel. Every tensor is on the device, and nothing is read back.
         """
-        if self._attend is None or self._table is None:
+        if self._kernel is None or self._table is None:
             raise RuntimeError("decode steps over blocks need an attention kernel")
         self._table.write(inputs.places, inputs.blocks)
         begins = torch.arange(len(inputs.rows) + 1, device=self.device)
         step = self._kernel_step(
-            self._attend,
+            self._kernel,
             inputs.written,
             (begins, inputs.firsts, inputs.rows),
             self.model.max_model_len,
@@ -344,14 +344,14 @@ class PackedModel:
         tokens, positions, written, kept_rows, *tables = self._inputs.send(
             [torch.tensor(one, dtype=torch.int64) for one in numbers]
         )
-        if self._attend is None or self._table is None:
+        if self._kernel is None or self._table is None:
             step: PackedStep = GatheredStep(chunks, written, groups_decodes=self.groups_decodes)
         else:
             self._table.write(*tables[3:])
             longest = max(chunk.end for chunk in chunks)
             is_decode = ends[-1] == len(chunks)
             step = self._kernel_step(
-                self._attend, written, tables[:3], longest, is_decode=is_decode
+                self._kernel, written, tables[:3], longest, is_decode=is_decode
             )
         prompts = [chunk.prompt for chunk in chunks for _ in chunk.tokens]
         longest = max(max(chunk.end, chunk.prompt) for chunk in chunks)
@@ -360,7 +360,7 @@ class PackedModel:
 
     def _kernel_step(
         self,
-        attend: BlockAttention,
+        kernel: BlockAttention,
         written: Tensor,
         rows: SequenceOf[Tensor],
         longest: int,
@@ -374,7 +374,7 @@ class PackedModel:
         blocks = BlockOperands(
             begins, firsts, own, self._table.data, BLOCK_TOKENS, longest, is_decode
         )
-        return KernelStep(written, attend, blocks, self.lookback)
+        return KernelStep(written, kernel, blocks, self.lookback)
 
     @torch.inference_mode()
     def _call(

@@ -146,6 +146,11 @@ class PackedStep:
         # Keeps the identities of `_layers` unique during the pass.
         self._keys: list[Tensor] = []
 
+    def write(self, layer: "PagedLayer", keys: Tensor, values: Tensor) -> None:
+        """Write the new tokens of a layer, [heads, tokens, head_dim] each."""
+        layer.keys.index_copy_(1, self.written, keys)
+        layer.values.index_copy_(1, self.written, values)
+
     def add_layer(self, keys: Tensor, layer: "PagedLayer") -> None:
         """Record that a layer was given these keys."""
         self._layers[id(keys)] = layer
@@ -194,12 +199,16 @@ class KernelStep(PackedStep):
     """
 
     def __init__(
-        self, written: Tensor, attend: BlockAttention, blocks: BlockOperands, lookback: int
+        self, written: Tensor, kernel: BlockAttention, blocks: BlockOperands, lookback: int
     ) -> None:
         super().__init__(written)
-        self.attend: Final = attend
+        self.kernel: Final = kernel
         self.blocks: Final = blocks
         self.lookback: Final = lookback
+
+    def write(self, layer: "PagedLayer", keys: Tensor, values: Tensor) -> None:
+        """Write the new tokens of a layer in one launch."""
+        self.kernel.write(layer.keys, layer.values, keys, values, self.written)
 
 
 def places_of(chunks: Sequence[PackedChunk]) -> list[int]:
@@ -357,8 +366,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         step = self._owner.step
         if step is None:
             raise RuntimeError("a paged cache is used outside of a packed forward pass")
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer.index_copy_(1, step.written, states[0])
+        step.write(self, key_states[0], value_states[0])
         step.add_layer(key_states, self)
         return key_states, value_states
 

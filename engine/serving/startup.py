@@ -157,7 +157,7 @@ def choose_batch(
     try:
         if not config.paged_attention:
             raise PackedRefused("paged_attention is off")
-        attend, probe = choose_attention(model, punica, mapper, config)
+        kernel, probe = choose_attention(model, punica, mapper, config)
     except PackedRefused as refusal:
         _log.warning("the key/value cache is padded", reason=str(refusal))
         model.record_refusal(str(refusal))
@@ -169,7 +169,7 @@ def choose_batch(
         budget.limit()
     sequence_blocks = sequence_blocks_max(model, probe.lookback, budget)
     blocks = choose_blocks(model, config, probe.block_bytes, sequence_blocks)
-    packed = PackedModel(model, blocks, probe.lookback, attend, config.max_num_seqs)
+    packed = PackedModel(model, blocks, probe.lookback, kernel, config.max_num_seqs)
     mapper.map(1, 1)
     packed.allocate()
     captured = choose_capture(punica, packed, mapper, config, budget)
@@ -212,7 +212,7 @@ def choose_attention(
 
 
 def _as_longest(kernel: BlockAttention, tokens: int) -> BlockAttention:
-    """Return a kernel that attends as if a sequence had `tokens` tokens."""
+    """Return the kernel, attending as if a sequence had `tokens` tokens."""
 
     def attend(
         y: Tensor,
@@ -222,9 +222,9 @@ def _as_longest(kernel: BlockAttention, tokens: int) -> BlockAttention:
         blocks: BlockOperands,
         options: AttentionOptions,
     ) -> None:
-        kernel(y, query, keys, values, blocks._replace(longest=tokens), options)
+        kernel.attend(y, query, keys, values, blocks._replace(longest=tokens), options)
 
-    return attend
+    return kernel._replace(attend=attend)
 
 
 def sequence_blocks_max(model: CausalModel, lookback: int, budget: StepBudget) -> int:
@@ -492,11 +492,11 @@ def probe_captured(packed: PackedModel, captured: CapturedDecode, mapper: ProbeM
 
 
 def probe_packed(
-    model: CausalModel, map_tokens: MapTokens, attend: BlockAttention | None = None
+    model: CausalModel, map_tokens: MapTokens, kernel: BlockAttention | None = None
 ) -> PackedProbe:
     """Probe packed passes of a model, and measure how far back its tokens attend.
 
-    attend: the kernel that attends, None for PyTorch's functions. Raises `PackedRefused` with the
+    kernel: what attends over blocks, None for PyTorch's functions. Raises `PackedRefused` with the
     reason if they do not give the model's own logits.
     """
     if model.batching != "padded":
@@ -511,7 +511,7 @@ def probe_packed(
         ]
         for row, length in enumerate(_PACKED_LENGTHS)
     ]
-    packed = PackedModel(model, 8, attend=attend)
+    packed = PackedModel(model, 8, kernel=kernel)
     try:
         found = _packed_logits(packed, tokens, map_tokens)
         map_tokens(1, 1)

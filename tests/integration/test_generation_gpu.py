@@ -115,7 +115,7 @@ def test_every_served_architecture_is_captured_or_logs_why_not(model_type: str) 
             probe_packed(model, mapper.map, punica.attention)
         return
     probe_packed(model, mapper.map, punica.attention)
-    packed = PackedModel(model, 8, attend=punica.attention, sequences_max=4)
+    packed = PackedModel(model, 8, kernel=punica.attention, sequences_max=4)
     mapper.map(1, 1)
     packed.allocate()
     runner = GraphRunner(punica, CudaCapture(model.device))

@@ -1,4 +1,4 @@
-"""Attention over blocks of keys and values on a GPU, specified by `attend_reference`.
+"""Attention over blocks of keys and values on a GPU, specified by its references.
 
 A program attends the queries of one tile, which share a head of keys, over one part of the tokens
 before them, so that each key and value is read once per tile (Dao et al. 2023, "Flash-Decoding").
@@ -40,6 +40,9 @@ PART_TOKENS_MIN: Final = 64
 
 HEADS_MAX: Final = 64
 """The most query heads of a tile; more that share a head of keys are divided among programs."""
+
+WRITTEN_ELEMENTS: Final = 1024
+"""The elements of keys, and of values, that are written by one program."""
 
 MERGED_HEADS: Final = 4
 """The heads that are merged by one program."""
@@ -267,6 +270,44 @@ def merge_kernel(
         y + (at * V_WIDTH)[:, None] + e[None, :],
         (acc / tl.where(is_head, total, 1.0)[:, None]).to(y.dtype.element_ty), mask,
     )  # fmt: skip
+
+
+@triton.jit
+def write_kernel(
+    keys, values, new_keys, new_values, places, heads,
+    k_head_stride, v_head_stride, k_new_head, k_new_token, v_new_head, v_new_token,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy the keys and values of some heads of one token to the token's place."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + token)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
+    mask = (head < heads) & (d < WIDTH)
+    own = tl.load(new_keys + head * k_new_head + token * k_new_token + d, mask)
+    tl.store(keys + head * k_head_stride + place * WIDTH + d, own, mask)
+    mask = (head < heads) & (d < V_WIDTH)
+    own = tl.load(new_values + head * v_new_head + token * v_new_token + d, mask)
+    tl.store(values + head * v_head_stride + place * V_WIDTH + d, own, mask)
+
+
+def write_tokens(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, places: Tensor
+) -> None:
+    """Compute as `write_reference` does, in one launch."""
+    heads, tokens, width = new_keys.shape
+    if new_keys.stride(2) != 1 or new_values.stride(2) != 1:
+        raise ValueError("attention over blocks: a token's keys or values are not contiguous")
+    v_width = new_values.shape[2]
+    block = next_power_of_two(max(width, v_width))
+    block_h = min(next_power_of_two(heads), max(1, WRITTEN_ELEMENTS // block))
+    if tokens:
+        write_kernel[tokens, triton.cdiv(heads, block_h)](
+            keys, values, new_keys, new_values, places, heads,
+            keys.stride(0), values.stride(0), *new_keys.stride()[:2], *new_values.stride()[:2],
+            WIDTH=width, V_WIDTH=v_width, BLOCK_H=block_h, BLOCK=block,
+            num_warps=max(1, block_h * block // 512),
+        )  # fmt: skip
 
 
 class TritonAttention:

@@ -1,8 +1,9 @@
-"""Kernels in place of chains of PyTorch's: a root-mean-square norm, and rotary embeddings.
+"""Kernels in place of chains of PyTorch's: norms, rotary embeddings, and gates.
 
-Both compute in float32 and round once. A row's result does not depend on the other rows.
+All compute in float32 and round once. A row's result does not depend on the other rows.
 """
 
+import math
 from typing import Final
 
 import torch
@@ -20,6 +21,11 @@ _HEAD_ELEMENTS: Final = 2048
 
 _ELEMENTS_PER_WARP: Final = 512
 
+_GATE_ELEMENTS: Final = 2048
+"""The columns of a row that a program computes the gate of."""
+
+TWO_ROOTS: Final = tl.constexpr(2 * math.sqrt(2 / math.pi))
+
 
 @triton.jit
 def rms_norm_kernel(y, x, weight, x_stride, width, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
@@ -31,6 +37,43 @@ def rms_norm_kernel(y, x, weight, x_stride, width, eps, OFFSET: tl.constexpr, BL
     scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
     factors = tl.load(weight + column, mask, 0.0).to(tl.float32) + OFFSET
     tl.store(y + row * width + column, (values * scale * factors).to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def add_norm_kernel(
+    total, y, x, added, weight, x_stride, added_stride, width, eps,
+    OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute `total[row] = x[row] + added[row]`, and `y[row]` as the norm of that."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    values = tl.load(x + row * x_stride + column, mask, 0.0).to(tl.float32)
+    values += tl.load(added + row * added_stride + column, mask, 0.0).to(tl.float32)
+    rounded = values.to(total.dtype.element_ty)
+    tl.store(total + row * width + column, rounded, mask)
+    values = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
+    factors = tl.load(weight + column, mask, 0.0).to(tl.float32) + OFFSET
+    tl.store(y + row * width + column, (values * scale * factors).to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def gate_kernel(
+    y, gates, ups, gate_stride, up_stride, width, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute `y[row] = activation(gates[row]) * ups[row]` for a block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    gates = tl.load(gates + row * gate_stride + column, mask, 0.0).to(tl.float32)
+    ups = tl.load(ups + row * up_stride + column, mask, 0.0).to(tl.float32)
+    if KIND == "silu":
+        factors = tl.sigmoid(gates)
+    else:
+        # (1 + tanh(z)) / 2 = sigmoid(2 z)
+        factors = tl.sigmoid((gates + 0.044715 * gates * gates * gates) * TWO_ROOTS)
+    tl.store(y + row * width + column, (gates * factors * ups).to(y.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -85,9 +128,8 @@ def rotate_heads(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """See `FusedOperations`. Zhang and Sennrich, "Root mean square layer normalization", 2019."""
     width = x.shape[-1]
-    if width > NORM_WIDTH_MAX:
-        raise ValueError(f"rms_norm: a width of {width}; at most {NORM_WIDTH_MAX} fits")
-    rows = x.reshape(-1, width)
+    _check_width(width)
+    rows = _rows(x)
     y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     if len(rows):
         block = next_power_of_two(width)
@@ -96,6 +138,37 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
             OFFSET=offset, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
     return y.view(x.shape)
+
+
+def add_norm(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """See `FusedOperations`."""
+    width = x.shape[-1]
+    _check_width(width)
+    rows, others = _rows(x), _rows(added)
+    total, y = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if len(rows):
+        block = next_power_of_two(width)
+        add_norm_kernel[(len(rows),)](
+            total, y, rows, others, weight, rows.stride(0), others.stride(0), width, eps,
+            OFFSET=offset, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return total.view(x.shape), y.view(x.shape)
+
+
+def gate(gates: Tensor, ups: Tensor, activation: str) -> Tensor:
+    """See `FusedOperations`. Shazeer, "GLU variants improve transformer", 2020."""
+    width = gates.shape[-1]
+    rows, others = _rows(gates), _rows(ups)
+    y = torch.empty(rows.shape, dtype=gates.dtype, device=gates.device)
+    if len(rows):
+        block = min(next_power_of_two(width), _GATE_ELEMENTS)
+        gate_kernel[len(rows), triton.cdiv(width, block)](
+            y, rows, others, rows.stride(0), others.stride(0), width,
+            KIND=activation, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return y.view(gates.shape)
 
 
 def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,6 +186,17 @@ def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
             HALF=width // 2, BLOCK_H=block_h, BLOCK=block, num_warps=_warps(block_h * block),
         )  # fmt: skip
     return query_out.transpose(1, 2), key_out.transpose(1, 2)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return `x` as rows of adjacent elements, a copy only if they are not."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _check_width(width: int) -> None:
+    if width > NORM_WIDTH_MAX:
+        raise ValueError(f"a norm over {width} columns; at most {NORM_WIDTH_MAX} fit")
 
 
 def _warps(elements: int) -> int:

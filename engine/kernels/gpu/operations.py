@@ -12,6 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from loradock.engine.kernels.block_attention import BlockAttention
 from loradock.engine.kernels.checks import (
     check_embedding,
     check_expand,
@@ -22,14 +23,14 @@ from loradock.engine.kernels.checks import (
     check_shrink,
 )
 from loradock.engine.kernels.expert_groups import ExpertGroups
-from loradock.engine.kernels.gpu.attention import TritonAttention
+from loradock.engine.kernels.gpu.attention import TritonAttention, write_tokens
 from loradock.engine.kernels.gpu.embedding import launch_lookup
 from loradock.engine.kernels.gpu.experts import (
     launch_experts_expand,
     launch_experts_shrink,
     launch_experts_sum,
 )
-from loradock.engine.kernels.gpu.fused import rms_norm, rotate
+from loradock.engine.kernels.gpu.fused import add_norm, gate, rms_norm, rotate
 from loradock.engine.kernels.gpu.launch import (
     LayerOperandCache,
     LayerOperands,
@@ -72,8 +73,15 @@ def triton_kernels(batch_invariant: bool) -> Kernels:
         experts_shrink=on_device_of_first(operations.experts_shrink),
         experts_expand=on_device_of_first(operations.experts_expand),
         plan_linear=operations.plan_linear,
-        attention=on_device_of_first(TritonAttention(batch_invariant)),
-        fused=FusedOperations(on_device_of_first(rms_norm), on_device_of_first(rotate)),
+        attention=BlockAttention(
+            on_device_of_first(TritonAttention(batch_invariant)), on_device_of_first(write_tokens)
+        ),
+        fused=FusedOperations(
+            on_device_of_first(rms_norm),
+            on_device_of_first(add_norm),
+            on_device_of_first(rotate),
+            on_device_of_first(gate),
+        ),
         variant_of=operations.variant_of,
     )
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from loradock.engine.kernels.interface import Kernels
-from loradock.engine.kernels.reference.attention import attend_reference
+from loradock.engine.kernels.reference.attention import REFERENCE_ATTENTION
 from loradock.engine.kernels.reference.embedding import embedding_reference
 from loradock.engine.kernels.reference.experts import (
     experts_expand_reference,
@@ -26,5 +26,5 @@ def reference_kernels(batch_invariant: bool) -> Kernels:
         experts=partial(experts_reference, matmul=matmul),
         experts_shrink=partial(experts_shrink_reference, matmul=matmul),
         experts_expand=partial(experts_expand_reference, matmul=matmul),
-        attention=attend_reference,
+        attention=REFERENCE_ATTENTION,
     )

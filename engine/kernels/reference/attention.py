@@ -1,14 +1,29 @@
-"""Reference of attention over blocks: each row's keys and values gathered, and one softmax."""
+"""References of operations on blocks: tokens are copied, and gathered for one softmax per row."""
+
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from loradock.engine.kernels.block_attention import (
     AttentionOptions,
+    BlockAttention,
     BlockOperands,
     check_attention,
 )
 from loradock.engine.kernels.operands import accumulator_dtype
+
+
+def write_reference(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, places: Tensor
+) -> None:
+    """Write new tokens' keys and values to their places.
+
+    keys: [heads, all places, width], values: [heads, all places, v_width]; new_keys: [heads,
+    tokens, width], new_values: [heads, tokens, v_width], of any strides. places: [tokens] int64.
+    """
+    keys.index_copy_(1, places, new_keys)
+    values.index_copy_(1, places, new_values)
 
 
 def attend_reference(
@@ -67,3 +82,6 @@ def _attend(
     weights = scores.softmax(-1)[..., : keys.shape[1]].reshape(len(keys), -1, keys.shape[1])
     found = (weights @ values.to(dtype)).view(heads, queries, -1)
     return found.transpose(0, 1).to(query.dtype)
+
+
+REFERENCE_ATTENTION: Final = BlockAttention(attend_reference, write_reference)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from loradock.engine.kernels.block_attention import AttentionOptions, BlockOperands
-from loradock.engine.kernels.reference.attention import attend_reference
+from loradock.engine.kernels.reference.attention import REFERENCE_ATTENTION, attend_reference
 from tests.support.kernels.kernel_cases import IS_COMPILED, IS_INTERPRETED, NAMES
 
 if "triton" in NAMES:
@@ -261,3 +261,23 @@ def test_operands_that_do_not_fit_are_refused(change: dict[str, Tensor], reason:
     case = make_case([1], [3], Shape(), seed=1)
     with pytest.raises(ValueError, match=reason):
         case._replace(**change).run(attend_reference)
+
+
+@needs_triton
+@given(shape=SHAPES, tokens=st.integers(0, 5))
+@settings(max_examples=8)
+def test_tokens_are_written_to_their_places(shape: Shape, tokens: int) -> None:
+    """From any strides; every other place keeps what it has."""
+    generator = torch.Generator().manual_seed(tokens)
+    places = torch.randperm(40, generator=generator)[:tokens]
+    widths = (shape.width, shape.v_width)
+    memory = [torch.randn(shape.kv_heads, 40, width, generator=generator) for width in widths]
+    # As a projection leaves them, where heads are next to each other.
+    new = [torch.randn(tokens, shape.kv_heads, width, generator=generator) for width in widths]
+    operands = [one.to(shape.dtype) for one in (*memory, *(one.transpose(0, 1) for one in new))]
+    expected = [one.clone() for one in operands[:2]]
+    REFERENCE_ATTENTION.write(*expected, *operands[2:], places)
+    found = [one.to(DEVICE) for one in (*operands, places)]
+    attention.write_tokens(*found)
+    for own, other in zip(found, expected, strict=False):
+        assert torch.equal(own.cpu(), other)

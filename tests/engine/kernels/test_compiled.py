@@ -13,7 +13,10 @@ LOADS_OF_128_BITS = r"LDG\..*128.*|LDGSTS\..*128.*"
 FLOAT_ATOMICS = r"(RED|ATOM|ATOMG)\b.*"
 LOCAL_MEMORY = r"(LDL|STL)\b.*"
 SUMS = ("sum_splits_kernel", "experts_sum_kernel", "merge_kernel")
-WITHOUT_PRODUCTS = (*SUMS, "lookup_kernel", "rms_norm_kernel", "rotate_kernel")
+WITHOUT_PRODUCTS = (
+    *(*SUMS, "lookup_kernel", "write_kernel"),
+    *("rms_norm_kernel", "add_norm_kernel", "gate_kernel", "rotate_kernel"),
+)
 
 # Each takes from half a minute to two.
 PAIRS = os.environ.get("LORADOCK_COMPILE", "").split()
@@ -27,7 +30,7 @@ them. Attention of chunks computes more than it reads, and keeps its sums in reg
 
 ATTENTION_WARPS_MIN = 8
 
-VARIANTS_MAX = 31
+VARIANTS_MAX = 34
 """Of each architecture and dtype; each is compiled at start for each layer that it is used in."""
 
 SPILLED_BYTES_MAX = 16 if triton.__version__ >= "3.9" else 0

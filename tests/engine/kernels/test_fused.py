@@ -1,19 +1,23 @@
 """Fused kernels against the formulas of models, and which modules they stand in for."""
 
 import inspect
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.activations import ACT2FN
 from transformers.models.cohere import modeling_cohere
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
-from loradock.engine.kernels.interface import FusedOperations
+from loradock.engine.kernels.interface import ACTIVATIONS, FusedOperations
 from loradock.engine.models.fusing import _fuse_rotation, fuse
 from loradock.engine.models.observation import relative_difference
 
@@ -24,9 +28,11 @@ pytestmark = pytest.mark.skipif(
     not (triton.knobs.runtime.interpret or torch.cuda.is_available()),
     reason="needs TRITON_INTERPRET or a GPU",
 )
-OPERATIONS = FusedOperations(fused.rms_norm, fused.rotate)
+OPERATIONS = FusedOperations(fused.rms_norm, fused.add_norm, fused.rotate, fused.gate)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROTATION = "apply_rotary_pos_emb"
+NAMES = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""Activations by the names that models give them."""
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -56,6 +62,26 @@ def test_a_norm_is_that_of_the_formula(
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(1, 1, 16), (2, 3, 100)])
+def test_a_sum_is_rounded_before_its_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    both = random(2, *shape, dtype=dtype)
+    x, added, weight = both[0], both[1].flip(-1), random(shape[-1], dtype=dtype)
+    total, normed = fused.add_norm(x, added, weight, 1e-5, 1.0)
+    assert_rounded(total, x.double() + added.double())
+    torch.testing.assert_close(normed, fused.rms_norm(total, weight, 1e-5, 1.0))
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("width", [5, 96, 2500])
+def test_a_gate_is_that_of_the_formula(width: int, activation: str, dtype: torch.dtype) -> None:
+    # As a packed projection leaves them, both in one tensor.
+    gates, ups = (3 * random(2, 3, 2 * width, dtype=dtype) - 3).split(width, -1)
+    exact = ACT2FN[NAMES[activation]](gates.double()) * ups.double()
+    assert_rounded(fused.gate(gates, ups, activation), exact)
+
+
+@DTYPES
 @pytest.mark.parametrize(("heads", "width"), [((4, 4), 16), ((6, 2), 96), ((1, 1), 2)])
 def test_a_rotation_is_that_of_the_model(
     heads: tuple[int, int], width: int, dtype: torch.dtype
@@ -72,19 +98,20 @@ def test_a_rotation_is_that_of_the_model(
 
 
 class Counted:
-    """The operations, and how often each was called."""
+    """The operations, and how often each was called since they were counted last."""
 
     def __init__(self) -> None:
-        self.norms = self.rotations = 0
-        self.operations = FusedOperations(self._norm, self._rotate)
+        self._calls = Counter[str]()
+        named = OPERATIONS._asdict().items()
+        self.operations = FusedOperations(*(partial(self._call, *one) for one in named))
 
-    def _norm(self, *operands: Any) -> Tensor:
-        self.norms += 1
-        return OPERATIONS.rms_norm(*operands)
+    def _call(self, name: str, operation: Callable[..., Any], *operands: Any) -> Any:
+        self._calls[name] += 1
+        return operation(*operands)
 
-    def _rotate(self, *operands: Any) -> tuple[Tensor, Tensor]:
-        self.rotations += 1
-        return OPERATIONS.rotate(*operands)
+    def take(self) -> dict[str, int]:
+        found, self._calls = dict(self._calls), Counter()
+        return found
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +121,9 @@ def own_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, ROTATION, inspect.unwrap(getattr(module, ROTATION)))
 
 
-def small_llama() -> LlamaForCausalLM:
+def small_llama(**fields: Any) -> LlamaForCausalLM:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes)
+    config = LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes, **fields)
     return LlamaForCausalLM(config).to(DEVICE).eval().requires_grad_(False)
 
 
@@ -105,20 +132,21 @@ def test_a_model_runs_fused_and_computes_the_same() -> None:
     tokens = torch.arange(5, device=DEVICE)[None]
     with torch.no_grad():
         own = model(tokens).logits
-        assert fuse(model, counted.operations) == ("LlamaRMSNorm", ROTATION)
-        checks = counted.norms, counted.rotations
+        names = ("LlamaDecoderLayer", "LlamaMLP", "LlamaRMSNorm", ROTATION)
+        assert fuse(model, counted.operations) == names
+        counted.take()
         torch.testing.assert_close(model(tokens).logits, own)
-    assert (counted.norms - checks[0], counted.rotations - checks[1]) == (5, 2)
+    assert counted.take() == {"rms_norm": 3, "add_norm": 2, "rotate": 2, "gate": 2}
 
 
 def test_what_needs_a_gradient_is_the_models_own() -> None:
     """A rotation is replaced for all models of a module, one that is trained included."""
     model, counted = small_llama(), Counted()
     fuse(model, counted.operations)
-    checks = counted.norms, counted.rotations
+    counted.take()
     model.requires_grad_(True)
     model(torch.arange(5, device=DEVICE)[None]).logits.sum().backward()
-    assert (counted.norms, counted.rotations) == checks
+    assert counted.take() == {}
     assert all(one.grad is not None for one in model.parameters())
 
 
@@ -126,10 +154,10 @@ def test_a_model_is_fused_again_for_other_operations() -> None:
     model, first, second = small_llama(), Counted(), Counted()
     fuse(model, first.operations)
     fuse(model, second.operations)
-    checks = first.norms + first.rotations
+    first.take()
     with torch.no_grad():
         model(torch.arange(5, device=DEVICE)[None])
-    assert first.norms + first.rotations == checks
+    assert first.take() == {}
     assert type(model.model.norm).__mro__[1] is LlamaRMSNorm
 
 
@@ -165,6 +193,63 @@ def test_a_module_is_replaced_only_by_what_equals_it(module: nn.Module, offset: 
     assert type(module).__name__ == kind.__name__
     assert module.state_dict().keys() == state.keys()
     torch.testing.assert_close(module(x.cpu()), own)
+
+
+@pytest.mark.parametrize(
+    ("hidden_act", "is_fused"),
+    [("silu", True), ("gelu_pytorch_tanh", True), ("gelu", False), ("relu", False)],
+)
+def test_a_gate_is_replaced_if_its_activation_is_known(hidden_act: str, is_fused: bool) -> None:
+    model, counted = small_llama(hidden_act=hidden_act), Counted()
+    tokens = torch.arange(5, device=DEVICE)[None]
+    with torch.no_grad():
+        own = model(tokens).logits
+        fuse(model, counted.operations)
+        counted.take()
+        torch.testing.assert_close(model(tokens).logits, own)
+    assert counted.take().get("gate", 0) == 2 * is_fused
+
+
+def test_hooks_of_a_norm_that_is_computed_with_a_sum_are_called() -> None:
+    """An adapter that has saved a norm replaces its output by a hook."""
+    model = small_llama()
+    for layer in model.model.layers:
+        norm = layer.post_attention_layernorm
+        norm.register_forward_hook(lambda _, inputs, y: 2 * y + inputs[0])
+    tokens = torch.arange(5, device=DEVICE)[None]
+    with torch.no_grad():
+        own = model(tokens).logits
+        fuse(model, OPERATIONS)
+        torch.testing.assert_close(model(tokens).logits, own)
+
+
+class PartOfAttention(modeling_llama.LlamaDecoderLayer):
+    """A layer that passes its attention something else than it was given."""
+
+    def forward(self, hidden_states: Tensor, position_ids: Any = None, **named: Any) -> Tensor:
+        return super().forward(hidden_states, position_ids=None, **named)
+
+
+class ScaledLayer(modeling_llama.LlamaDecoderLayer):
+    """A layer that scales what it adds."""
+
+    def forward(self, hidden_states: Tensor, **named: Any) -> Tensor:
+        return hidden_states + 0.5 * (super().forward(hidden_states, **named) - hidden_states)
+
+
+@pytest.mark.parametrize("kind", [PartOfAttention, ScaledLayer])
+def test_a_layer_of_another_form_is_the_models_own(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_llama, "LlamaDecoderLayer", kind)
+    model, counted = small_llama(), Counted()
+    tokens = torch.arange(5, device=DEVICE)[None]
+    with torch.no_grad():
+        own = model(tokens).logits
+        assert kind.__name__ not in fuse(model, counted.operations)
+        counted.take()
+        torch.testing.assert_close(model(tokens).logits, own)
+    assert "add_norm" not in counted.take()
 
 
 def test_a_norm_with_a_gate_is_the_models_own() -> None:

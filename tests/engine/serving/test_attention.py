@@ -22,7 +22,7 @@ from transformers.masking_utils import (
 )
 
 from loradock.engine.config import LoRAConfig
-from loradock.engine.kernels.reference.attention import attend_reference
+from loradock.engine.kernels.reference.attention import REFERENCE_ATTENTION
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.serving import attention
@@ -404,9 +404,9 @@ def packed_of(
     model: CausalModel, blocks: int, reads: str, lookback: int = sys.maxsize
 ) -> PackedModel:
     """Return packed passes; those of "kernel" attend by its reference."""
-    attend = attend_reference if reads == "kernel" else None
-    probe_packed(model, lambda *_: None, attend)
-    packed = PackedModel(model, blocks, lookback, attend)
+    kernel = REFERENCE_ATTENTION if reads == "kernel" else None
+    probe_packed(model, lambda *_: None, kernel)
+    packed = PackedModel(model, blocks, lookback, kernel)
     packed.groups_decodes = reads == "groups"
     return packed
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.kernels.block_attention import BlockAttention
 from loradock.engine.kernels.reference import reference_kernels
-from loradock.engine.kernels.reference.attention import attend_reference
+from loradock.engine.kernels.reference.attention import attend_reference, write_reference
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.pooling_model import PoolingModel
@@ -72,7 +73,7 @@ def capture(
         probe_packed(model, mapper.map, punica.attention)
     except PackedRefused as error:
         return None, str(error)
-    packed = PackedModel(model, 8, attend=punica.attention, sequences_max=4)
+    packed = PackedModel(model, 8, kernel=punica.attention, sequences_max=4)
     mapper.map(1, 1)
     packed.allocate()
     with structlog.testing.capture_logs() as logs:
@@ -209,11 +210,12 @@ def test_a_kernel_attends_if_its_logits_are_the_models_own(
     attend: Any, backend: str, is_used: bool, reason: str, engine_config: EngineConfig
 ) -> None:
     model = prepare(architecture("llama").build())
-    punica = PunicaWrapper(CPU, 16, reference_kernels(False)._replace(attention=attend))
+    kernel = BlockAttention(attend, write_reference)
+    punica = PunicaWrapper(CPU, 16, reference_kernels(False)._replace(attention=kernel))
     config = replace(engine_config, attention_backend=backend)
     with structlog.testing.capture_logs() as logs:
         chosen, _ = choose_attention(model, punica, ProbeMapper(punica, 2), config)
-    assert chosen is (attend if is_used else None)
+    assert chosen is (kernel if is_used else None)
     assert [reason in log["reason"] for log in logs] == [True] * bool(reason)
     assert any(reason in one for one in model.refusals) == bool(reason)
 

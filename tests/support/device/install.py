@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from loradock.engine.models import packing
 from tests.support.device.graphs import Graph, capture_graph
 from tests.support.device.record import RECORD, Record
 from tests.support.device.streams import (
@@ -27,7 +28,7 @@ from tests.support.device.streams import (
     host_waits,
     use_stream,
 )
-from tests.support.device.tensors import simulated_calls
+from tests.support.device.tensors import SimulatedTensor, simulated_calls
 
 CAPABILITY: Final = (9, 0)
 MULTIPROCESSORS: Final = 132
@@ -67,6 +68,10 @@ def install() -> None:
 
     threading.Thread.run = run_with_device  # type: ignore[method-assign]
     install_kernels()
+    is_plain = packing._is_plain_weight
+    packing._is_plain_weight = lambda weight: (
+        isinstance(weight, SimulatedTensor) or is_plain(weight)
+    )
 
 
 def _guard() -> Path:

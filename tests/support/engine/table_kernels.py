@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from loradock.engine.kernels.block_attention import AttentionOptions, BlockOperands
+from loradock.engine.kernels.block_attention import AttentionOptions, BlockAttention, BlockOperands
 from loradock.engine.kernels.interface import Kernels
 from loradock.engine.kernels.operands import Groups, LoRASlices
 from loradock.engine.kernels.reference import reference_kernels
-from loradock.engine.kernels.reference.attention import attend_reference
+from loradock.engine.kernels.reference.attention import attend_reference, write_reference
 from loradock.engine.layout import aligned_elements
 from loradock.engine.punica.grouping import DeviceBuffer, Grouper
 
@@ -49,7 +49,9 @@ def use_fixed_tables(
 
 def table_kernels() -> Kernels:
     """Return kernels whose products of linear layers, and attention, read nothing but tables."""
-    return reference_kernels(False)._replace(linear=_linear, attention=_attend)
+    return reference_kernels(False)._replace(
+        linear=_linear, attention=BlockAttention(_attend, write_reference)
+    )
 
 
 def _attend(

@@ -23,6 +23,7 @@ from loradock.engine.kernels.gpu.attention import (
     attend_kernel,
     attention_constants,
     merge_kernel,
+    write_kernel,
 )
 from loradock.engine.kernels.gpu.embedding import lookup_kernel
 from loradock.engine.kernels.gpu.experts import (
@@ -30,7 +31,12 @@ from loradock.engine.kernels.gpu.experts import (
     experts_shrink_kernel,
     experts_sum_kernel,
 )
-from loradock.engine.kernels.gpu.fused import rms_norm_kernel, rotate_kernel
+from loradock.engine.kernels.gpu.fused import (
+    add_norm_kernel,
+    gate_kernel,
+    rms_norm_kernel,
+    rotate_kernel,
+)
 from loradock.engine.kernels.gpu.linear import fused_kernel
 from loradock.engine.kernels.gpu.shrink_expand import (
     expand_kernel,
@@ -172,6 +178,18 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
         *(8, 3),
     )
     yield Job(
+        add_norm_kernel,
+        {**dict.fromkeys(("total", "y", "x", "added", "weight"), own), "eps": "fp32"},
+        {"OFFSET": 0.0, "BLOCK": 4096},
+        *(8, 3),
+    )
+    yield Job(
+        gate_kernel,
+        dict.fromkeys(("y", "gates", "ups"), own),
+        {"KIND": "silu", "BLOCK": 2048},
+        *(4, 3),
+    )
+    yield Job(
         rotate_kernel,
         dict.fromkeys(("query_out", "key_out", "query", "keys", "cos", "sin"), own),
         {"HALF": 64, "BLOCK_H": 32, "BLOCK": 64},
@@ -230,7 +248,7 @@ def _experts_jobs(config: ExpertsConfig, dtype: str) -> Iterator[Job]:
 
 
 def _attention_jobs(dtype: str) -> Iterator[Job]:
-    """Yield a decode step in parts with all options, a prefill, and the merge, of heads of 128."""
+    """Yield a decode step with all options in parts, a prefill, a merge and a write; width 128."""
     yield _attention_job(dtype, DECODE, has_options=True)
     if dtype != "fp32":
         yield _attention_job(dtype, PREFILL, has_options=False)
@@ -240,6 +258,12 @@ def _attention_jobs(dtype: str) -> Iterator[Job]:
         {"y": own, "parts": "*fp32", "sums": "*fp32", "sinks": own},
         {"V_WIDTH": 128, "HAS_SINKS": True, "BLOCK_H": MERGED_HEADS, "BLOCK_V": 128},
         *(1, 3),
+    )
+    yield Job(
+        write_kernel,
+        {**dict.fromkeys(("keys", "values", "new_keys", "new_values"), own), "places": "*i64"},
+        {"WIDTH": 128, "V_WIDTH": 128, "BLOCK_H": 8, "BLOCK": 128},
+        *(2, 3),
     )
 
 
