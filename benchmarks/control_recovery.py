@@ -82,8 +82,8 @@ def _recovery(directory: Path, snapshot_seq: Seq, digest: str) -> Figure:
         "ms",
         f"reading and decoding the same snapshot and records: {reading:,.0f} ms",
         ours / reading,
-        "ratio <= 3",
-        ours / reading <= 3,
+        "ratio <= 2.5",
+        ours / reading <= 2.5,
     )
 
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple
@@ -31,7 +32,7 @@ ROWS: Final = (1, 8, 32)
 PROMPT_TOKENS: Final = 32
 OUTPUT_TOKENS: Final = 48
 PREFILL_TOKENS: Final = 256
-ROUNDS: Final = 5
+ROUNDS: Final = 3
 RANK: Final = 16
 MIXED: Final = (8, 64)
 STREAMS: Final = 4
@@ -40,6 +41,8 @@ TURNS: Final = 3
 """The requests that each client sends one after another in a rotation."""
 IDLE_S: Final = 5.0
 DTYPES: Final = ("float32", "bfloat16")
+SERVED: Final = "bfloat16"
+"""The data type in which more than rates is measured."""
 _COLD: Final = "cold"
 _SHORT: Final = {"float32": "f32", "bfloat16": "bf16"}
 
@@ -79,14 +82,14 @@ def run() -> Iterator[Figure]:
     """Measure every figure of the group; vLLM is installed first, if it is not yet."""
     install()
     with _files() as root:
-        tables = {dtype: _Measured(root, dtype) for dtype in DTYPES}
+        tables = {dtype: _Rates(root, dtype) for dtype in DTYPES if dtype != SERVED}
+        bf16 = tables[SERVED] = _Measured(root, SERVED)
     for dtype, measured in tables.items():
         yield _least(f"peers.base_{_SHORT[dtype]}", measured.base, 1.0)
     rows = {f"{_SHORT[d]} {k}": v for d, one in tables.items() for k, v in one.adapters.items()}
     yield _least("peers.adapters", rows, 1.3)
     mixed = {f"{_SHORT[d]} {k}": v for d, one in tables.items() for k, v in one.mixed.items()}
     yield _least("peers.mixed_ranks", mixed, 1.6)
-    bf16 = tables["bfloat16"]
     yield _most("peers.load", bf16.load, "ms until a load is answered, 4 streams running", 1.5)
     text = "ms to a cold adapter's first token after its load"
     yield _most("peers.cold_first_token", bf16.first, text, 0.7)
@@ -105,24 +108,25 @@ def run() -> Iterator[Figure]:
 _TURN: Final = "16 adapters on 8 slots"
 
 
-class _Measured:
-    """All cells of one data type; both servers are started for it and ended."""
+class _Rates:
+    """The rates of one data type; both servers are started for it and ended."""
 
     def __init__(self, root: Path, dtype: str) -> None:
         adapters = [adapter_name(number) for number in range(2 * SLOTS)]
-        mixed = [f"mixed-{number}" for number in range(SLOTS)]
         with both(root, dtype, threads=1) as servers:
             self._servers = servers
             self.start = self._pair(lambda server: server.start_cpu_s)
             self.base = self._rates(["base"])
             self.adapters = self._rates_with(root, adapters[:SLOTS])
-            self.prefill = self._prefill()
-            self.load, self.first = self._cold(root)
-            self.rotation, self.kept = self._rotation(root, adapters)
-            self._change(root, adapters, ())
-            self.mixed = self._rates_with(root, mixed)
+            self._change(root, self._measure_others(root, adapters), ())
+            self.mixed = self._rates_with(root, [f"mixed-{number}" for number in range(SLOTS)])
             self.memory = self._pair(Server.memory_mb)
             self.idle = self._pair(_idle_percent)
+
+    def _measure_others(self, root: Path, adapters: Sequence[str]) -> Sequence[str]:
+        """Measure what a subclass adds, with `SLOTS` adapters loaded; return those loaded after."""
+        del root
+        return adapters[:SLOTS]
 
     def _pair(self, value: Callable[[Server], float]) -> Pair:
         ours, theirs = map(value, self._servers)
@@ -145,7 +149,7 @@ class _Measured:
         found = {}
         for rows in ROWS:
             names = [models[row % len(models)] for row in range(rows)]
-            rounds = self._rounds(lambda server, names=names: _together(server, names))
+            rounds = self._rounds(partial(_together, names=names))
             found[f"{rows} rows"] = Pair.of([(a.rate, b.rate) for a, b in rounds])
         return found
 
@@ -157,6 +161,16 @@ class _Measured:
             used = {server.name: asyncio.run(work(server)) for server in order}
             found.append((used[self._servers[0].name], used[self._servers[1].name]))
         return found[1:]
+
+
+class _Measured(_Rates):
+    """The rates, and all that is measured in one data type alone."""
+
+    def _measure_others(self, root: Path, adapters: Sequence[str]) -> Sequence[str]:
+        self.prefill = self._prefill()
+        self.load, self.first = self._cold(root)
+        self.rotation, self.kept = self._rotation(root, adapters)
+        return adapters
 
     def _prefill(self) -> Pair:
         async def work(server: Server) -> Used:
@@ -175,9 +189,9 @@ class _Measured:
 
     def _rotation(self, root: Path, adapters: Sequence[str]) -> tuple[Pair, Pair]:
         """Return ms to the first token, and the share of the rate that is kept."""
-        rounds_8 = self._rounds(lambda server: _turns(server, adapters[:SLOTS] * 2), 3)
+        rounds_8 = self._rounds(lambda server: _turns(server, [*adapters[:SLOTS]] * 2), 2)
         self._change(root, (), adapters[SLOTS:])
-        rounds_16 = self._rounds(lambda server: _turns(server, adapters), 3)
+        rounds_16 = self._rounds(lambda server: _turns(server, adapters), 2)
         firsts = [(1e3 * median(a.first_s), 1e3 * median(b.first_s)) for a, b in rounds_16]
         few, many = (
             Pair.of([(a.rate, b.rate) for a, b in rounds]) for rounds in (rounds_8, rounds_16)

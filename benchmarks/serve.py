@@ -14,6 +14,7 @@ from rich.console import Console
 
 from benchmarks.figures import Figure
 from benchmarks.serve_engine import MeasuredLoad, ServedEngine, served_engine
+from benchmarks.serve_floor import vs_floor
 from benchmarks.serve_load import (
     ADAPTER_FILES,
     ADAPTERS,
@@ -66,6 +67,7 @@ def run(shape: Shape = SHAPE) -> Iterator[Figure]:
             yield from rates(engine, Rivals(root), prompts)
             yield gap_prefill(engine, prompts)
             yield cliff(engine, prompts)
+        yield vs_floor(root, shape, prompts)
         rank_max = min(rank for rank in LORA_RANKS if rank >= shape.large_rank)
         with served_engine(root, shape, rank_max, ADAPTERS + 1) as engine:
             yield gap_loading(engine, prompts)

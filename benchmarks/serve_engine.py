@@ -156,6 +156,10 @@ class ServedEngine:
             self._finish(request_id)
         return is_answered
 
+    def has_started(self, request_id: RequestId) -> bool:
+        """Whether a running generation has its first token."""
+        return bool(self._streams[request_id].tokens)
+
     def drain(self) -> None:
         """Run everything that was requested."""
         while self._core.world.pending_requests:
@@ -215,11 +219,12 @@ def served_engine(
     rank_max: int,
     slots: int = ADAPTERS,
     turn_tokens: int = TURN_TOKENS_DEFAULT,
+    clients: int = CLIENTS,
 ) -> Iterator[ServedEngine]:
     """Serve the files below `root`, whose model has `shape`."""
     lora = LoRAConfig(max_lora_rank=rank_max, max_loras=slots, max_cpu_loras=64)
     config = EngineConfig(
-        root / "model", (root,), max_num_seqs=CLIENTS + 1, kv_cache_bytes=shape.cache_bytes
+        root / "model", (root,), max_num_seqs=clients + 1, kv_cache_bytes=shape.cache_bytes
     )
     served = ServedEngine(config, lora, turn_tokens)
     try:
