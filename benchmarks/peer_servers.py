@@ -26,7 +26,6 @@ from benchmarks.http_load import Connection, free_port, once, post
 ENVIRONMENT: Final = Path(__file__).parent.parent / ".venv-peers"
 VERSION: Final = "0.32.0"
 SLOTS: Final = 8
-RANK_MAX: Final = 64
 CONTEXT: Final = 1024
 CACHE_GIB: Final = 1
 START_S: Final = 600.0
@@ -141,18 +140,21 @@ def _proportional_mb(process: int) -> float:
 
 
 @contextmanager
-def both(root: Path, dtype: str, threads: int) -> Iterator[tuple[Server, Server]]:
-    """Serve the model `root/model` with LoRADock and vLLM, the other one idle at each time."""
+def both(root: Path, dtype: str, rank_max: int) -> Iterator[tuple[Server, Server]]:
+    """Serve the model `root/model` with LoRADock and vLLM, with one thread each.
+
+    rank_max: of an adapter. vLLM pads all adapters to it.
+    """
     with ExitStack() as stack:
         found = []
         for name, command in (("LoRADock", _our_command), ("vLLM", _their_command)):
             port = free_port()
-            words = command(root, dtype, port)
-            found.append(stack.enter_context(_served(name, root, words, port, threads)))
+            words = command(root, dtype, rank_max, port)
+            found.append(stack.enter_context(_served(name, root, words, port)))
         yield found[0], found[1]
 
 
-def _our_command(root: Path, dtype: str, port: int) -> list[str]:
+def _our_command(root: Path, dtype: str, rank_max: int, port: int) -> list[str]:
     options = {
         "model": root / "model",
         "served-model-name": "base",
@@ -160,29 +162,29 @@ def _our_command(root: Path, dtype: str, port: int) -> list[str]:
         "http": f"127.0.0.1:{port}",
         "dtype": dtype,
         "max-loras": SLOTS,
-        "max-lora-rank": RANK_MAX,
+        "max-lora-rank": rank_max,
         "max-model-len": CONTEXT,
         "kv-cache-bytes": CACHE_GIB << 30,
     }
     program = str(Path(sys.executable).with_name("loradock"))
     words = (f"--{name}={value}" for name, value in options.items())
-    return [program, "--dir", str(root / f"ours-{dtype}"), "serve", *words]
+    return [program, "--dir", str(root / f"ours-{dtype}-{rank_max}"), "serve", *words]
 
 
-def _their_command(root: Path, dtype: str, port: int) -> list[str]:
+def _their_command(root: Path, dtype: str, rank_max: int, port: int) -> list[str]:
     return [
         *(str(ENVIRONMENT / "bin" / "vllm"), "serve", str(root / "model")),
         *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", dtype, "--max-model-len", str(CONTEXT), "--enable-lora"),
-        *("--max-loras", str(SLOTS), "--max-lora-rank", str(RANK_MAX)),
+        *("--max-loras", str(SLOTS), "--max-lora-rank", str(rank_max)),
         *("--max-cpu-loras", str(4 * SLOTS), "--disable-uvicorn-access-log"),
     ]
 
 
 @contextmanager
-def _served(name: str, root: Path, command: list[str], port: int, threads: int) -> Iterator[Server]:
+def _served(name: str, root: Path, command: list[str], port: int) -> Iterator[Server]:
     environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

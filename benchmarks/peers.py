@@ -44,6 +44,7 @@ DTYPES: Final = ("float32", "bfloat16")
 SERVED: Final = "bfloat16"
 """The data type in which more than rates is measured."""
 _COLD: Final = "cold"
+_MIXED_NAMES: Final = tuple(f"mixed-{number}" for number in range(SLOTS))
 _SHORT: Final = {"float32": "f32", "bfloat16": "bf16"}
 
 
@@ -97,7 +98,8 @@ def run() -> Iterator[Figure]:
     kept = bf16.kept
     yield Figure(
         "peers.rotation_kept", kept.ours, "of the rate of 8 adapters on 8 slots",
-        f"vLLM: {kept.theirs:.2f}", kept.ratio, "value >= 0.8", kept.ours >= 0.8,
+        f"vLLM: {kept.theirs:.2f}; 8 clients without turns: ours {bf16.halved.ours:.2f}, "
+        f"vLLM {bf16.halved.theirs:.2f}", kept.ratio, "value >= 0.8", kept.ours >= 0.8,
     )  # fmt: skip
     yield _most("peers.prefill", bf16.prefill, "ms of processor time for a prompt token", 1.1)
     yield _reported("peers.start", bf16.start, "s of processor time until the first answer")
@@ -109,24 +111,24 @@ _TURN: Final = "16 adapters on 8 slots"
 
 
 class _Rates:
-    """The rates of one data type; both servers are started for it and ended."""
+    """The rates of one data type; both servers are started for each bound of the ranks."""
 
     def __init__(self, root: Path, dtype: str) -> None:
         adapters = [adapter_name(number) for number in range(2 * SLOTS)]
-        with both(root, dtype, threads=1) as servers:
-            self._servers = servers
+        with both(root, dtype, max(MIXED)) as self._servers:
+            self._change(root, (), _MIXED_NAMES)
+            self.mixed = self._rates(_MIXED_NAMES, (SLOTS,))
+        with both(root, dtype, RANK) as self._servers:
             self.start = self._pair(lambda server: server.start_cpu_s)
             self.base = self._rates(["base"])
-            self.adapters = self._rates_with(root, adapters[:SLOTS])
-            self._change(root, self._measure_others(root, adapters), ())
-            self.mixed = self._rates_with(root, [f"mixed-{number}" for number in range(SLOTS)])
+            self._change(root, (), adapters[:SLOTS])
+            self.adapters = self._rates(adapters[:SLOTS])
+            self._measure_others(root, adapters)
             self.memory = self._pair(Server.memory_mb)
             self.idle = self._pair(_idle_percent)
 
-    def _measure_others(self, root: Path, adapters: Sequence[str]) -> Sequence[str]:
-        """Measure what a subclass adds, with `SLOTS` adapters loaded; return those loaded after."""
-        del root
-        return adapters[:SLOTS]
+    def _measure_others(self, root: Path, adapters: Sequence[str]) -> None:
+        """Measure what a subclass adds; `SLOTS` of the adapters are loaded."""
 
     def _pair(self, value: Callable[[Server], float]) -> Pair:
         ours, theirs = map(value, self._servers)
@@ -140,14 +142,10 @@ class _Rates:
             for name in new:
                 asyncio.run(server.load(name, root / name))
 
-    def _rates_with(self, root: Path, adapters: Sequence[str]) -> dict[str, Pair]:
-        self._change(root, (), adapters)
-        return self._rates(adapters)
-
-    def _rates(self, models: Sequence[str]) -> dict[str, Pair]:
+    def _rates(self, models: Sequence[str], counts: Sequence[int] = ROWS) -> dict[str, Pair]:
         """Return tokens per processor second at each number of rows over these models."""
         found = {}
-        for rows in ROWS:
+        for rows in counts:
             names = [models[row % len(models)] for row in range(rows)]
             rounds = self._rounds(partial(_together, names=names))
             found[f"{rows} rows"] = Pair.of([(a.rate, b.rate) for a, b in rounds])
@@ -166,11 +164,10 @@ class _Rates:
 class _Measured(_Rates):
     """The rates, and all that is measured in one data type alone."""
 
-    def _measure_others(self, root: Path, adapters: Sequence[str]) -> Sequence[str]:
+    def _measure_others(self, root: Path, adapters: Sequence[str]) -> None:
         self.prefill = self._prefill()
         self.load, self.first = self._cold(root)
-        self.rotation, self.kept = self._rotation(root, adapters)
-        return adapters
+        self.rotation, self.kept, self.halved = self._rotation(root, adapters)
 
     def _prefill(self) -> Pair:
         async def work(server: Server) -> Used:
@@ -187,17 +184,27 @@ class _Measured(_Rates):
         firsts = [(1e3 * a.first_s[0], 1e3 * b.first_s[0]) for a, b in rounds]
         return Pair.of(loads), Pair.of(firsts)
 
-    def _rotation(self, root: Path, adapters: Sequence[str]) -> tuple[Pair, Pair]:
-        """Return ms to the first token, and the share of the rate that is kept."""
+    def _rotation(self, root: Path, adapters: Sequence[str]) -> tuple[Pair, Pair, Pair]:
+        """Return ms to the first token, the share of the rate that is kept, and its bound.
+
+        The bound is the share that `SLOTS` clients have who need no turns: as many rows run at
+        once as adapters are in slots.
+        """
+        halves = self._rounds(lambda server: _turns(server, adapters[:SLOTS]), 2)
         rounds_8 = self._rounds(lambda server: _turns(server, [*adapters[:SLOTS]] * 2), 2)
         self._change(root, (), adapters[SLOTS:])
         rounds_16 = self._rounds(lambda server: _turns(server, adapters), 2)
         firsts = [(1e3 * median(a.first_s), 1e3 * median(b.first_s)) for a, b in rounds_16]
-        few, many = (
-            Pair.of([(a.rate, b.rate) for a, b in rounds]) for rounds in (rounds_8, rounds_16)
+        half, few, many = (
+            Pair.of([(a.rate, b.rate) for a, b in rounds])
+            for rounds in (halves, rounds_8, rounds_16)
         )
-        ours, theirs = many.ours / few.ours, many.theirs / few.theirs
-        return Pair.of(firsts), Pair(ours, theirs, ours / theirs)
+        return Pair.of(firsts), _share(many, few), _share(half, few)
+
+
+def _share(rate: Pair, whole: Pair) -> Pair:
+    ours, theirs = rate.ours / whole.ours, rate.theirs / whole.theirs
+    return Pair(ours, theirs, ours / theirs)
 
 
 async def _together(
@@ -285,8 +292,8 @@ def _files() -> Iterator[Path]:
         _write_tokenizer(root / "model")
         for name in (*map(adapter_name, range(2 * SLOTS)), _COLD):
             write_adapter(root / name, SHAPE, RANK)
-        for number in range(SLOTS):
-            write_adapter(root / f"mixed-{number}", SHAPE, MIXED[number % len(MIXED)])
+        for number, name in enumerate(_MIXED_NAMES):
+            write_adapter(root / name, SHAPE, MIXED[number % len(MIXED)])
         yield root
 
 
