@@ -68,11 +68,11 @@ def gate_kernel(
     mask = column < width
     gates = tl.load(gates + row * gate_stride + column, mask, 0.0).to(tl.float32)
     ups = tl.load(ups + row * up_stride + column, mask, 0.0).to(tl.float32)
-    if KIND == "silu":
-        factors = tl.sigmoid(gates)
-    else:
-        # (1 + tanh(z)) / 2 = sigmoid(2 z)
-        factors = tl.sigmoid((gates + 0.044715 * gates * gates * gates) * TWO_ROOTS)
+    steps = gates
+    if KIND == "gelu_tanh":
+        # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))
+        steps = (gates + 0.044715 * gates * gates * gates) * TWO_ROOTS
+    factors = 1.0 / (1.0 + tl.exp(-steps))
     tl.store(y + row * width + column, (gates * factors * ups).to(y.dtype.element_ty), mask)
 
 

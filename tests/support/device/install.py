@@ -15,7 +15,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from loradock.engine.models import packing
 from tests.support.device.graphs import Graph, capture_graph
 from tests.support.device.record import RECORD, Record
 from tests.support.device.streams import (
@@ -51,7 +50,9 @@ def install() -> None:
     """Replace the functions of `torch.cuda` by those of the simulated device."""
     if os.environ.setdefault("TRITON_INTERPRET", "1") != "1":
         raise RuntimeError("TRITON_INTERPRET must be 1 with a simulated device")
-    from tests.support.device.kernels import install_kernels  # noqa: PLC0415 - reads the variable
+    # These import Triton, which reads the variable.
+    from loradock.engine.models import packing  # noqa: PLC0415
+    from tests.support.device.kernels import install_kernels  # noqa: PLC0415
 
     ctypes.CDLL(str(_guard()), ctypes.RTLD_GLOBAL)
     torch._C._set_only_lift_cpu_tensors(True)
