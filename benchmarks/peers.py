@@ -27,6 +27,7 @@ from benchmarks.figures import Figure
 from benchmarks.http_load import post
 from benchmarks.peer_servers import SLOTS, Server, both, install
 from benchmarks.serve_load import SHAPE, adapter_name, write_adapter
+from benchmarks.tables import rounded
 
 ROWS: Final = (1, 8, 32)
 PROMPT_TOKENS: Final = 32
@@ -319,12 +320,18 @@ def _least(name: str, cells: dict[str, Pair], target: float) -> Figure:
 
 def _most(name: str, pair: Pair, unit: str, target: float) -> Figure:
     return Figure(
-        name, pair.ours, unit, f"vLLM: {pair.theirs:.3g}", pair.ratio, f"ratio <= {target:g}",
+        name, pair.ours, unit, f"vLLM: {rounded(pair.theirs)}", pair.ratio, f"ratio <= {target:g}",
         pair.ratio <= target,
     )  # fmt: skip
 
 
 def _reported(name: str, pair: Pair, unit: str) -> Figure:
     return Figure(
-        name, pair.ours, unit, f"vLLM: {pair.theirs:.3g}", pair.ratio, "reported, no target", True
+        name,
+        pair.ours,
+        unit,
+        f"vLLM: {rounded(pair.theirs)}",
+        pair.ratio,
+        "reported, no target",
+        True,
     )
