@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loradock.cli.main import app
-from loradock.fleet.catalogue import Catalogue
+from loradock.fleet.catalogue import Catalogue, CatalogueError
 from loradock.fleet.catalogue import Dock as CatalogueDock
 from loradock.fleet.envoy import RELAYED
 from loradock.messages.errors import ErrorCode
@@ -209,9 +209,13 @@ def test_without_the_picker_docks_take_turns(fleet: Fleet) -> None:
 
 
 def test_docks_that_have_all_lost_their_leases_are_served(fleet: Fleet) -> None:
-    async def registered() -> int:
-        async with Catalogue(fleet.etcd.config) as catalogue:
-            return len(await catalogue.read(CatalogueDock))
+    async def registered() -> int | None:
+        try:
+            async with Catalogue(fleet.etcd.config) as catalogue:
+                return len(await catalogue.read(CatalogueDock))
+        except CatalogueError:
+            # A busy machine lets etcd answer too late.
+            return None
 
     for dock in fleet.docks:
         os.kill(dock.child("member"), signal.SIGSTOP)
