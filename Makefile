@@ -138,8 +138,8 @@ node: $(STAMP) $(VENV)-node/.installed  ## run the client in JavaScript (needs N
 rehearse: $(STAMP)  ## compile and interpret the kernels, run on a simulated CUDA device: what needs no GPU
 	LORADOCK_COMPILE="$(COMPILE)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
 	  tests/engine/kernels/test_triton.py tests/engine/kernels/test_compiled.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --maxschedchunk 1 \
-	  --simulated-device tests/rehearsal tests/integration/test_engine_gpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --simulated-device \
+	  tests/rehearsal tests/integration/test_engine_gpu.py
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearse
 
 gpu: $(STAMP)  ## what needs a CUDA device: smoke, step, kernels, tune, tests (STAGES="smoke step")

@@ -49,7 +49,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, BlockOperands, AttentionOptio
 """(y, query, keys, values, blocks, options); specified by `attend_reference`."""
 
 WriteTokens = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""(keys, values, new_keys, new_values, places); specified by `write_reference`."""
+"""(keys, values, new_keys, new_values, places); specified by `write_tokens`."""
 
 
 class BlockAttention(NamedTuple):
@@ -79,3 +79,15 @@ def check_attention(
         problem = f"{len(blocks.begins)} beginnings for {len(blocks.rows)} rows"
     if problem:
         raise ValueError(f"attention over blocks: {problem}")
+
+
+def write_tokens(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, places: Tensor
+) -> None:
+    """Write new tokens' keys and values to their places, by PyTorch's functions.
+
+    keys: [heads, all places, width], values: [heads, all places, v_width]; new_keys: [heads,
+    tokens, width], new_values: [heads, tokens, v_width], of any strides. places: [tokens] int64.
+    """
+    keys.index_copy_(1, places, new_keys)
+    values.index_copy_(1, places, new_values)

@@ -129,7 +129,8 @@ def _fused_norm(kind: Any, offset: float, operations: FusedOperations) -> type[n
             weight, known = self.weight, self.loradock_known
             if known is not None and known[0] is x:
                 return known[1]
-            if rest or named or not _is_served(x, weight):
+            is_other = x.device != weight.device or x.dtype != weight.dtype
+            if rest or named or is_other or not _is_served(self, x):
                 return super().forward(x, *rest, **named)
             return operations.rms_norm(x, weight, _epsilon_of(self), offset)
 
@@ -184,7 +185,7 @@ def _fused_gate(kind: Any, needed: tuple[str, str], operations: FusedOperations)
 
     class FusedGate(kind):  # type: ignore[misc]
         def forward(self, x: Tensor, *rest: Any, **named: Any) -> Any:
-            if rest or named or x.device.type != device_type or not _is_served(x):
+            if rest or named or x.device.type != device_type or not _is_served(self, x):
                 return super().forward(x, *rest, **named)
             return self.down_proj(operations.gate(self.gate_proj(x), self.up_proj(x), activation))
 
@@ -255,7 +256,8 @@ def _fused_layer(
         def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
             norm = self.post_attention_layernorm
             is_known = not rest and names.issuperset(named) and hasattr(norm, "loradock_offset")
-            if not is_known or not _is_served(hidden_states, norm.weight):
+            is_other = hidden_states.device != norm.weight.device
+            if not is_known or is_other or not _is_served(self, hidden_states):
                 return super().forward(hidden_states, *rest, **named)
             return _run_layer(self, hidden_states, {**defaults, **named}, operations)
 
@@ -270,10 +272,11 @@ _FUSIONS: Final = (
 )
 
 
-def _is_served(x: Tensor, *weights: Tensor) -> bool:
-    """Return whether an operation can have an input: like the weights, and without a gradient."""
-    is_alike = all(x.device == one.device and x.dtype == one.dtype for one in weights)
-    return is_alike and x.dtype in _DTYPES and not _needs_gradient(x, *weights)
+def _is_served(module: nn.Module, x: Tensor) -> bool:
+    """Return whether operations can compute a module: in its dtype, and without a gradient."""
+    return x.dtype in _DTYPES and not (
+        torch.is_grad_enabled() and _needs_gradient(x, *module.parameters())
+    )
 
 
 def _fuse_rotation(module: Any, like: Tensor, operations: FusedOperations) -> bool:

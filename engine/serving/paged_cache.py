@@ -14,7 +14,12 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from loradock.engine.kernels.block_attention import BlockAttention, BlockOperands
+from loradock.engine.kernels.block_attention import (
+    BlockAttention,
+    BlockOperands,
+    WriteTokens,
+    write_tokens,
+)
 from loradock.engine.layout import next_power_of_two
 from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.library.names import Cache, CacheLayerMixin
@@ -135,21 +140,17 @@ def _group_of(spans: Sequence[SequenceSpan], width: int, device: torch.device) -
 class PackedStep:
     """One forward pass: where its new tokens are written, and the layers that have written them.
 
-    `written`: [tokens], places in the memory, int64 on the device. `mask_functions`: those under
-    which a layer has attended.
+    `written`: [tokens], places in the memory, int64 on the device. `write`: the operation that
+    writes them. `mask_functions`: those under which a layer has attended.
     """
 
-    def __init__(self, written: Tensor) -> None:
+    def __init__(self, written: Tensor, write: WriteTokens = write_tokens) -> None:
         self.written: Final = written
+        self.write: Final = write
         self.mask_functions: set[MaskFunction] = set()
         self._layers: dict[int, PagedLayer] = {}
         # Keeps the identities of `_layers` unique during the pass.
         self._keys: list[Tensor] = []
-
-    def write(self, layer: "PagedLayer", keys: Tensor, values: Tensor) -> None:
-        """Write the new tokens of a layer, [heads, tokens, head_dim] each."""
-        layer.keys.index_copy_(1, self.written, keys)
-        layer.values.index_copy_(1, self.written, values)
 
     def add_layer(self, keys: Tensor, layer: "PagedLayer") -> None:
         """Record that a layer was given these keys."""
@@ -201,14 +202,10 @@ class KernelStep(PackedStep):
     def __init__(
         self, written: Tensor, kernel: BlockAttention, blocks: BlockOperands, lookback: int
     ) -> None:
-        super().__init__(written)
+        super().__init__(written, kernel.write)
         self.kernel: Final = kernel
         self.blocks: Final = blocks
         self.lookback: Final = lookback
-
-    def write(self, layer: "PagedLayer", keys: Tensor, values: Tensor) -> None:
-        """Write the new tokens of a layer in one launch."""
-        self.kernel.write(layer.keys, layer.values, keys, values, self.written)
 
 
 def places_of(chunks: Sequence[PackedChunk]) -> list[int]:
@@ -366,7 +363,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         step = self._owner.step
         if step is None:
             raise RuntimeError("a paged cache is used outside of a packed forward pass")
-        step.write(self, key_states[0], value_states[0])
+        step.write(self.keys, self.values, key_states[0], value_states[0], step.written)
         step.add_layer(key_states, self)
         return key_states, value_states
 

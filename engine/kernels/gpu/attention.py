@@ -294,7 +294,7 @@ def write_kernel(
 def write_tokens(
     keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, places: Tensor
 ) -> None:
-    """Compute as `write_reference` does, in one launch."""
+    """Compute as `block_attention.write_tokens` does, in one launch."""
     heads, tokens, width = new_keys.shape
     if new_keys.stride(2) != 1 or new_values.stride(2) != 1:
         raise ValueError("attention over blocks: a token's keys or values are not contiguous")

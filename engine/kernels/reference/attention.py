@@ -1,4 +1,4 @@
-"""References of operations on blocks: tokens are copied, and gathered for one softmax per row."""
+"""Reference of attention over blocks: each row's keys and values gathered, and one softmax."""
 
 from typing import Final
 
@@ -10,20 +10,9 @@ from loradock.engine.kernels.block_attention import (
     BlockAttention,
     BlockOperands,
     check_attention,
+    write_tokens,
 )
 from loradock.engine.kernels.operands import accumulator_dtype
-
-
-def write_reference(
-    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, places: Tensor
-) -> None:
-    """Write new tokens' keys and values to their places.
-
-    keys: [heads, all places, width], values: [heads, all places, v_width]; new_keys: [heads,
-    tokens, width], new_values: [heads, tokens, v_width], of any strides. places: [tokens] int64.
-    """
-    keys.index_copy_(1, places, new_keys)
-    values.index_copy_(1, places, new_values)
 
 
 def attend_reference(
@@ -84,4 +73,4 @@ def _attend(
     return found.transpose(0, 1).to(query.dtype)
 
 
-REFERENCE_ATTENTION: Final = BlockAttention(attend_reference, write_reference)
+REFERENCE_ATTENTION: Final = BlockAttention(attend_reference, write_tokens)

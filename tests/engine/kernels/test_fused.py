@@ -150,6 +150,17 @@ def test_what_needs_a_gradient_is_the_models_own() -> None:
     assert all(one.grad is not None for one in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["mlp.gate_proj", "self_attn.o_proj"])
+def test_a_weight_that_is_trained_alone_has_its_gradient(name: str) -> None:
+    model = small_llama()
+    weight = model.get_submodule(f"model.layers.0.{name}").weight.requires_grad_(True)
+    tokens = torch.arange(5, device=DEVICE)[None]
+    (own,) = torch.autograd.grad(model(tokens).logits.square().sum(), weight)
+    fuse(model, OPERATIONS)
+    (found,) = torch.autograd.grad(model(tokens).logits.square().sum(), weight)
+    torch.testing.assert_close(found, own)
+
+
 def test_a_model_is_fused_again_for_other_operations() -> None:
     model, first, second = small_llama(), Counted(), Counted()
     fuse(model, first.operations)

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.kernels.block_attention import BlockAttention
+from loradock.engine.kernels.block_attention import BlockAttention, write_tokens
 from loradock.engine.kernels.reference import reference_kernels
-from loradock.engine.kernels.reference.attention import attend_reference, write_reference
+from loradock.engine.kernels.reference.attention import attend_reference
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.loading import load_model
 from loradock.engine.models.pooling_model import PoolingModel
@@ -210,7 +210,7 @@ def test_a_kernel_attends_if_its_logits_are_the_models_own(
     attend: Any, backend: str, is_used: bool, reason: str, engine_config: EngineConfig
 ) -> None:
     model = prepare(architecture("llama").build())
-    kernel = BlockAttention(attend, write_reference)
+    kernel = BlockAttention(attend, write_tokens)
     punica = PunicaWrapper(CPU, 16, reference_kernels(False)._replace(attention=kernel))
     config = replace(engine_config, attention_backend=backend)
     with structlog.testing.capture_logs() as logs:

@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from loradock.engine.kernels.block_attention import AttentionOptions, BlockAttention, BlockOperands
+from loradock.engine.kernels.block_attention import (
+    AttentionOptions,
+    BlockAttention,
+    BlockOperands,
+    write_tokens,
+)
 from loradock.engine.kernels.interface import Kernels
 from loradock.engine.kernels.operands import Groups, LoRASlices
 from loradock.engine.kernels.reference import reference_kernels
-from loradock.engine.kernels.reference.attention import attend_reference, write_reference
+from loradock.engine.kernels.reference.attention import attend_reference
 from loradock.engine.layout import aligned_elements
 from loradock.engine.punica.grouping import DeviceBuffer, Grouper
 
@@ -50,7 +55,7 @@ def use_fixed_tables(
 def table_kernels() -> Kernels:
     """Return kernels whose products of linear layers, and attention, read nothing but tables."""
     return reference_kernels(False)._replace(
-        linear=_linear, attention=BlockAttention(_attend, write_reference)
+        linear=_linear, attention=BlockAttention(_attend, write_tokens)
     )
 
 
