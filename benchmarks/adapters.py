@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.figures import Figure, interleave
+from benchmarks.rounds import threads
 from loradock.engine.adapters import read_adapter
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import LoRAConfig
@@ -44,10 +45,8 @@ def run() -> Iterator[Figure]:
     """Measure every figure of the group."""
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         modules = write_adapter(Path(name) / "adapter")
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield _read(Path(name), modules, "adapters.read", time.process_time)
-        torch.set_num_threads(threads)
+        with threads(1):
+            yield _read(Path(name), modules, "adapters.read", time.process_time)
         yield _read(Path(name), modules, "adapters.read_all_threads", time.perf_counter)
 
 

@@ -24,7 +24,7 @@ import zmq
 from benchmarks.figures import Figure
 from loradock.client.sockets import connection_to, open_requests
 from loradock.controller.server.access import Access
-from loradock.controller.server.connection_guard import GuardThread
+from loradock.controller.server.connection_guard import GuardThread, RemoteGuard
 from loradock.controller.server.keys import AllowedKey, KeyStore, new_pair
 from loradock.controller.server.listener import Listener, receive, remote_addresses
 from loradock.messages.requests import AdapterDone, HoldAdapter
@@ -37,6 +37,7 @@ ROUNDS = 15
 REPLY_TIMEOUT_MS = 60_000
 _PORTS = 3
 """The ports of a remote address."""
+_DESCRIPTORS_MAX = 1024
 
 
 class Round(NamedTuple):
@@ -161,7 +162,8 @@ def main() -> None:
             remote_addresses(address), store.server_pair(), Access(store), is_remote=True
         )
         # No connection is accepted before its monitor is read.
-        GuardThread((), listener.accepted().wait)
+        guard = RemoteGuard(_DESCRIPTORS_MAX, listener.unread_bytes_max(), listener.read)
+        GuardThread((guard,), listener.accepted().wait)
         while listener.requests.poll():
             for peer, _, frame in listener.receive_requests():
                 _answer(listener.requests, peer, frame)

@@ -13,6 +13,7 @@ import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from benchmarks.figures import Figure, best_seconds, interleave
+from benchmarks.rounds import threads
 from loradock.engine.adapters.layer_weights import LoRALayerWeights
 from loradock.engine.adapters.lora_model import LoRAModel
 from loradock.engine.config import LoRAConfig
@@ -84,12 +85,8 @@ class Bench:
 
 def run() -> Iterator[Figure]:
     """Measure every figure of the group, on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         yield from _figures()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _figures() -> Iterator[Figure]:

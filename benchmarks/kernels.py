@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.figures import Figure
 from benchmarks.kernel_cells import STRATEGIES, Bench, Cell, cells
-from benchmarks.rounds import Rounds, interleave
+from benchmarks.rounds import Rounds, interleave, threads
 
 DELTA_MAX, BEST_MAX, GATHER_MAX = 0.35, 1.3, 0.1
 SECONDS: Final = 0.6
@@ -107,13 +107,8 @@ def run() -> Iterator[Figure]:
 
 def _measure_cells() -> list[CellComparison]:
     """Return the comparisons of all cells, on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            return [measure_cell(cell, _compare) for cell in cells()]
-    finally:
-        torch.set_num_threads(threads)
+    with threads(1), torch.inference_mode():
+        return [measure_cell(cell, _compare) for cell in cells()]
 
 
 def measure_cell(cell: Cell, compare: Callable[..., CellComparison]) -> CellComparison:

@@ -7,7 +7,6 @@ returned the same logits.
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from operator import truediv
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.figures import Figure
+from benchmarks.rounds import threads
 from loradock.engine.adapters.layer_weights import LoRALayerWeights
 from loradock.engine.adapters.lora_model import LoRAModel
 from loradock.engine.config import LoRAConfig
@@ -81,10 +81,10 @@ def run() -> Iterator[Figure]:
     variants = _variants()
     with torch.inference_mode():
         _check(variants)
-        threads = sorted({1, torch.get_num_threads()})
+        counts = sorted({1, torch.get_num_threads()})
         prefill, decode = {}, {}
-        for count in threads:
-            with _threads(count):
+        for count in counts:
+            with threads(count):
                 prefill[count] = _prefill_seconds(variants)
                 decode[count] = _decode_seconds(variants)
     yield _slower("layers.prefill_vs_base", prefill, "base", 1.35)
@@ -188,16 +188,6 @@ def _check(variants: Mapping[str, Variant]) -> None:
     }
     if max(errors["ours"], errors["separate"]) > 1e-5 or errors["base"] < 1e-2:
         raise RuntimeError(f"the results differ from peft's: {errors}")
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _prefill_seconds(variants: Mapping[str, Variant]) -> Seconds:

@@ -9,10 +9,13 @@ samples, taken per round, would be biased downward.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from random import Random
 from statistics import median
 from typing import Final, NamedTuple
+
+import torch
 
 Work = Callable[[], object]
 
@@ -22,6 +25,20 @@ SLOW_SECONDS: Final = 0.05
 """A work that takes longer needs no untimed run before its sample."""
 ROUNDS_MIN: Final = 3
 ROUNDS_MAX: Final = 61
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let PyTorch use `count` threads.
+
+    Process time is only comparable with one: the others spin while one runs Python.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Sample(NamedTuple):

@@ -5,7 +5,6 @@ Groups that were not measured keep their figures in the file.
 
 import argparse
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +29,7 @@ from benchmarks import (
     start,
 )
 from benchmarks.figures import Figure
+from benchmarks.rounds import threads
 from benchmarks.tables import rounded, write_tables
 
 RESULTS: Final = Path(__file__).parent / "results.json"
@@ -39,6 +39,15 @@ DOCUMENTS: Final = (
     Path(__file__).parent / "README.md",
 )
 """The documents that contain the tables."""
+
+
+def _serve() -> Iterator[Figure]:
+    with threads(1):
+        yield from serve.run()
+        yield from serve_cache.run()
+        yield from serve_loading.activation()
+        yield from serve_loading.cold_load()
+
 
 GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "adapters": adapters.run,
@@ -51,9 +60,7 @@ GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "layers": layers.run,
     "models": models.run,
     "peers": peers.run,
-    "serve": lambda: chain(
-        *(serve.run(), serve_cache.run(), serve_loading.activation(), serve_loading.cold_load())
-    ),
+    "serve": _serve,
     "start": start.run,
 }
 
@@ -74,8 +81,12 @@ def main() -> None:
     console = Console(width=150)
     every = sorted(GROUPS.keys() - ON_REQUEST)
     for group in (only, *ALSO_SHOWN.get(only, ())) if only else every:
+        figures = []
         with console.status(f"measuring {group}"):
-            figures = list(GROUPS[group]())
+            for figure in GROUPS[group]():
+                # What was measured is seen even if a later figure fails.
+                console.print(f"{figure.name}: {figure.ratio:.3f}")
+                figures.append(figure)
         console.print(_table(group, figures))
         _store(group, figures)
 

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from rich.console import Console
 
 from benchmarks.figures import Figure
+from benchmarks.rounds import threads
 from benchmarks.serve_engine import MeasuredLoad, ServedEngine, served_engine
 from benchmarks.serve_floor import vs_floor
 from benchmarks.serve_load import (
@@ -237,8 +238,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     shape = SMALL if arguments.small else SHAPE
-    for figure in cliffs(shape, arguments.cliff) if arguments.cliff else run(shape):
-        Console(width=180).print(figure)
+    with threads(1):
+        for figure in cliffs(shape, arguments.cliff) if arguments.cliff else run(shape):
+            Console(width=180).print(figure)
 
 
 if __name__ == "__main__":
