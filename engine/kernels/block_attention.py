@@ -19,6 +19,10 @@ class BlockOperands(NamedTuple):
     row's row of `table`. table: [any, width]: entry [rows[r], n] is the block with the tokens from
     `n * block_tokens` on; tokens that nothing attends to need no entry. longest: at least the
     tokens of each sequence, the new ones included. is_decode: whether each row has one new token.
+    shared: None, or, only for decode steps, [rows, 1 + any]: the tokens at its beginning that a row
+    has in common with others, then the rows whose queries can be attended together to as many
+    tokens of this row, -1 for none. Each row with such tokens is in one of the lists, that of a row
+    with as many. The result does not depend on it.
     """
 
     begins: Tensor
@@ -28,6 +32,7 @@ class BlockOperands(NamedTuple):
     block_tokens: int
     longest: int
     is_decode: bool
+    shared: Tensor | None = None
 
 
 class AttentionOptions(NamedTuple):
@@ -53,10 +58,16 @@ WriteTokens = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class BlockAttention(NamedTuple):
-    """Both operations on blocks: new tokens are written, then attended with the others."""
+    """Both operations on blocks: new tokens are written, then attended with the others.
+
+    shared_rows: the most rows that `attend` attends together to tokens that they share; 0 if it
+    attends all rows alone. shared_tokens: how many tokens fewer must be read so that this pays.
+    """
 
     attend: Attend
     write: WriteTokens
+    shared_rows: int = 0
+    shared_tokens: int = 0
 
 
 def check_attention(
@@ -77,6 +88,8 @@ def check_attention(
         problem = "a head is not contiguous"
     elif len(blocks.begins) != len(blocks.rows) + 1 or len(blocks.firsts) != len(blocks.rows):
         problem = f"{len(blocks.begins)} beginnings for {len(blocks.rows)} rows"
+    elif blocks.shared is not None and not blocks.is_decode:
+        problem = "rows that share tokens, and have several new ones"
     if problem:
         raise ValueError(f"attention over blocks: {problem}")
 

@@ -32,7 +32,7 @@ from loradock.engine.models.library.names import (
     PreTrainedConfig,
     causal_mask_function,
 )
-from loradock.engine.serving.blocks import BLOCK_TOKENS
+from loradock.engine.serving.blocks import BLOCK_TOKENS, common_blocks
 from loradock.engine.serving.paged_cache import (
     DecodeGroup,
     GatheredStep,
@@ -179,14 +179,8 @@ def _branches(
 
 def _common(rows: Sequence[SequencePlace], begin: int) -> tuple[int, bool]:
     """Return how many blocks sorted rows have in common, at least `begin`; whether it is all."""
-    first, last = rows[0].blocks, rows[-1].blocks
-    same, most = begin, min(len(first), len(last))
-    while same < most:
-        middle = (same + most + 1) // 2
-        if first[same:middle] == last[same:middle]:
-            same = middle
-        else:
-            most = middle - 1
+    last = rows[-1].blocks
+    same = common_blocks(rows[0].blocks, last, begin)
     return same, same == len(last)
 
 

@@ -193,6 +193,18 @@ def blocks_around(tokens: int) -> int:
     return blocks_of(tokens - 1) + 1
 
 
+def common_blocks(first: Sequence[int], last: Sequence[int], begin: int = 0) -> int:
+    """Return how many blocks two sequences begin with in common, of which `begin` are known."""
+    same, most = begin, min(len(first), len(last))
+    while same < most:
+        middle = (same + most + 1) // 2
+        if first[same:middle] == last[same:middle]:
+            same = middle
+        else:
+            most = middle - 1
+    return same
+
+
 def root_key(*parts: str | bytes) -> bytes:
     """Return the key before the first block; `parts`: the adapter's version, the images."""
     digest = blake2b(digest_size=_DIGEST_BYTES)

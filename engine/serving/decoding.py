@@ -290,7 +290,7 @@ class CapturedDecode:
         self._packed = packed
         self.rows_max: Final = next_power_of_two(packed.sequences_max)
         # Each part is padded to two words, and one row takes two as well.
-        words = len(DecodeInputs._fields) * max(2, self.rows_max)
+        words = (len(DecodeInputs._fields) + packed.shared_rows) * max(2, self.rows_max)
         self._inputs = StepTable(packed.device, words)
 
     def padded_rows(self, rows: int) -> int:

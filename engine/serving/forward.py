@@ -8,7 +8,7 @@ blocks of tokens (`engine/serving/paged_batch.py`), whose passes are packed, and
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -42,6 +42,7 @@ from loradock.engine.serving.paged_cache import (
     PackedChunk,
     PackedStep,
     PagedKVCache,
+    nothing_shared,
     places_of,
 )
 from loradock.engine.serving.queue import SlotTable, WaitingQueue
@@ -191,11 +192,11 @@ class ForwardRunner:
 
 
 class DecodeInputs(NamedTuple):
-    """The inputs of a decode step on the device, each [rows] int64, at a fixed place.
+    """The inputs of a decode step on the device, [rows] int64 unless noted, at a fixed place.
 
     tokens: one per row; positions: theirs. written: their places in the memory. rows: of the table
     of blocks. firsts: the tokens of each row before this one. places, blocks: what is appended to
-    the table before it is read.
+    the table before it is read. shared: as in `BlockOperands`, in one line; empty for none.
     """
 
     tokens: Tensor
@@ -205,6 +206,7 @@ class DecodeInputs(NamedTuple):
     firsts: Tensor
     places: Tensor
     blocks: Tensor
+    shared: Tensor
 
 
 class PackedModel:
@@ -233,6 +235,9 @@ class PackedModel:
         self._configs = _configs_of(model.model.config)
         self._ranges = MaskRanges(model.max_model_len, model.device)
         self._kernel = kernel
+        # Rows whose first blocks are given up share none.
+        shares = kernel is not None and lookback >= model.max_model_len - 1
+        self.shared_rows: Final = kernel.shared_rows if kernel and shares else 0
         self._table: DeviceBlockTable | None = None
         if kernel is not None:
             width = blocks_of(model.max_model_len)
@@ -274,7 +279,7 @@ class PackedModel:
         step = self._kernel_step(
             self._kernel,
             inputs.written,
-            (begins, inputs.firsts, inputs.rows),
+            (begins, inputs.firsts, inputs.rows, inputs.shared),
             self.model.max_model_len,
             is_decode=True,
         )
@@ -300,6 +305,7 @@ class PackedModel:
         first_of_dummy = table.dummy_row * table.data.shape[1]
         unused = rows - len(places)
         firsts = [chunk.table.length for chunk in chunks]
+        shared = self._shared_numbers(table, chunks)
         return [
             [chunk.tokens[0] for chunk in chunks] + [0] * dummies,
             [chunk.table.length + chunk.offset for chunk in chunks] + [0] * dummies,
@@ -308,7 +314,18 @@ class PackedModel:
             firsts + [0] * dummies,
             places + [first_of_dummy] * unused,
             blocks + [self.cache.blocks] * unused,
+            shared + nothing_shared(self.shared_rows) * dummies,
         ]
+
+    def _shared_numbers(
+        self, table: DeviceBlockTable, chunks: SequenceOf[PackedChunk]
+    ) -> list[int]:
+        """Return what the rows of a decode step share, row after row."""
+        if self._kernel is None or not self.shared_rows:
+            return []
+        tables = [chunk.table for chunk in chunks]
+        shared = table.shared(tables, self.shared_rows, self._kernel.shared_tokens)
+        return [*chain.from_iterable(shared)]
 
     def _write_table(self, table: DeviceBlockTable, places: list[int], blocks: list[int]) -> None:
         table.write(*self._inputs.send([torch.tensor(places), torch.tensor(blocks)]))
@@ -340,18 +357,21 @@ class PackedModel:
         ]
         if self._table is not None:
             own, places, blocks = self._table.update([chunk.table for chunk in chunks])
-            numbers += [ends, [chunk.table.length for chunk in chunks], own, places, blocks]
+            numbers += [ends, [chunk.table.length for chunk in chunks], own]
+            is_decode = ends[-1] == len(chunks)
+            numbers.append(self._shared_numbers(self._table, chunks) if is_decode else [])
+            numbers += [places, blocks]
         tokens, positions, written, kept_rows, *tables = self._inputs.send(
             [torch.tensor(one, dtype=torch.int64) for one in numbers]
         )
         if self._kernel is None or self._table is None:
             step: PackedStep = GatheredStep(chunks, written, groups_decodes=self.groups_decodes)
         else:
-            self._table.write(*tables[3:])
+            self._table.write(*tables[4:])
             longest = max(chunk.end for chunk in chunks)
             is_decode = ends[-1] == len(chunks)
             step = self._kernel_step(
-                self._kernel, written, tables[:3], longest, is_decode=is_decode
+                self._kernel, written, tables[:4], longest, is_decode=is_decode
             )
         prompts = [chunk.prompt for chunk in chunks for _ in chunk.tokens]
         longest = max(max(chunk.end, chunk.prompt) for chunk in chunks)
@@ -367,12 +387,16 @@ class PackedModel:
         *,
         is_decode: bool,
     ) -> KernelStep:
-        """Return a pass by the kernel; rows: `begins`, `firsts` and `rows` of `BlockOperands`."""
+        """Return a pass by the kernel.
+
+        rows: `begins`, `firsts`, `rows` and `shared` of `BlockOperands`, the last in one line.
+        """
         if self._table is None:
             raise RuntimeError("an attention kernel needs a table of blocks")
-        begins, firsts, own = rows
+        begins, firsts, own, line = rows
+        shared = line.view(len(own), -1) if len(line) else None
         blocks = BlockOperands(
-            begins, firsts, own, self._table.data, BLOCK_TOKENS, longest, is_decode
+            begins, firsts, own, self._table.data, BLOCK_TOKENS, longest, is_decode, shared
         )
         return KernelStep(written, kernel, blocks, self.lookback)
 

@@ -5,8 +5,8 @@ one view, and what one head attends to is contiguous. A sequence reads its own t
 the rest of a block, so nothing that another one has left can reach it.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -23,10 +23,12 @@ from loradock.engine.kernels.block_attention import (
 from loradock.engine.layout import next_power_of_two
 from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.library.names import Cache, CacheLayerMixin
-from loradock.engine.serving.blocks import BLOCK_TOKENS, BlockTable, blocks_of
+from loradock.engine.serving.blocks import BLOCK_TOKENS, BlockTable, blocks_of, common_blocks
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of `transformers`: indices of row, head, query and key, which broadcast -> attends."""
+
+_NO_ROW: Final = -1
 
 KVStates = Sequence[tuple[Tensor, Tensor]]
 """The keys and values of a sequence's tokens in each layer, [heads, tokens, head_dim]."""
@@ -221,6 +223,54 @@ def places_of(chunks: Sequence[PackedChunk]) -> list[int]:
     return places
 
 
+def find_shared(tables: Sequence[BlockTable], rows_max: int, tokens_min: int) -> list[list[int]]:
+    """Return the rows of `BlockOperands.shared` for a decode step of these sequences.
+
+    rows_max: the most rows of a list. Lists are made so that few tokens are read; none is made that
+    saves less than `tokens_min` tokens.
+    """
+    found = [nothing_shared(rows_max) for _ in tables]
+    begun = defaultdict[int, list[int]](list)
+    for row, table in enumerate(tables):
+        if table.blocks and not table.released:
+            begun[table.blocks[0]].append(row)
+    for rows in begun.values():
+        if len(rows) < 2:
+            continue
+        rows.sort(key=lambda row: tables[row].blocks)
+        for group, blocks in _shared_groups(rows, tables, rows_max):
+            if (len(group) - 1) * blocks * BLOCK_TOKENS < max(1, tokens_min):
+                continue
+            found[group[0]][1 : 1 + len(group)] = group
+            for row in group:
+                found[row][0] = blocks * BLOCK_TOKENS
+    return found
+
+
+def nothing_shared(rows_max: int) -> list[int]:
+    """Return the row of `BlockOperands.shared` of a sequence that shares nothing."""
+    return [0, *[_NO_ROW] * rows_max] if rows_max else []
+
+
+def _shared_groups(
+    rows: Sequence[int], tables: Sequence[BlockTable], rows_max: int
+) -> Iterator[tuple[list[int], int]]:
+    """Yield groups of sorted rows, and how many blocks the rows of each have in common.
+
+    A row joins the last group if more is saved then, although fewer blocks may be common to all.
+    """
+    group, common = [rows[0]], len(tables[rows[0]].blocks)
+    for row in rows[1:]:
+        same = min(common, common_blocks(tables[group[0]].blocks, tables[row].blocks))
+        if len(group) < rows_max and len(group) * same > (len(group) - 1) * common:
+            group.append(row)
+            common = same
+        else:
+            yield group, common
+            group, common = [row], len(tables[row].blocks)
+    yield group, common
+
+
 class DeviceBlockTable:
     """The blocks of a batch's sequences as one table on the device, to which blocks are appended.
 
@@ -238,6 +288,9 @@ class DeviceBlockTable:
         self._free = list(range(rows))
         # The least recently used one comes first.
         self._rows: OrderedDict[BlockTable, int] = OrderedDict()
+        # What `shared` returned for these tables; none if their first blocks may have changed.
+        self._shared_by: Sequence[BlockTable] = ()
+        self._shared: list[list[int]] = []
 
     def update(self, tables: Sequence[BlockTable]) -> tuple[list[int], list[int], list[int]]:
         """Return each table's row, and what is not in the data yet: places in it, and blocks.
@@ -252,6 +305,8 @@ class DeviceBlockTable:
                 self._rows[table] = self._free.pop() if self._free else self._take()
                 table.appended = 0
             self._rows.move_to_end(table)
+            if not table.appended:
+                self._shared_by = ()
             row = self._rows[table]
             rows.append(row)
             first, end = max(table.appended, table.released), table.prefix.end
@@ -260,6 +315,15 @@ class DeviceBlockTable:
                 blocks += table.blocks[first - table.released :]
                 table.appended = end
         return rows, places, blocks
+
+    def shared(
+        self, tables: Sequence[BlockTable], rows_max: int, tokens_min: int
+    ) -> list[list[int]]:
+        """Return `find_shared` of tables, which `update` has seen as they are."""
+        if self._shared_by != tables:
+            self._shared_by = tables
+            self._shared = find_shared(tables, rows_max, tokens_min)
+        return self._shared
 
     def write(self, places: Tensor, blocks: Tensor) -> None:
         """Write blocks to their places; both int64 on the device."""

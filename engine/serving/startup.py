@@ -203,7 +203,9 @@ def choose_attention(
         try:
             # The tokens of long sequences are divided into parts, by other variants of the kernel.
             probe_packed(model, mapper.map, _as_longest(kernel, model.max_model_len))
-            return kernel, probe_packed(model, mapper.map, kernel)
+            found = probe_packed(model, mapper.map, kernel)
+            probe_shared(model, mapper.map, kernel)
+            return kernel, found
         except PackedRefused as refusal:
             reason = f"PyTorch's functions attend over blocks, not the kernel: {refusal}"
             _log.warning("attention over blocks has no kernel", reason=str(refusal))
@@ -527,6 +529,38 @@ def probe_packed(
                 f"at most {allowed:.0e} on every rank)"
             )
     return PackedProbe(packed.cache.block_bytes, lookback)
+
+
+def probe_shared(model: CausalModel, map_tokens: MapTokens, kernel: BlockAttention) -> None:
+    """Raise `PackedRefused` if rows that share a block have other logits in one step than alone."""
+    packed = PackedModel(model, 4, kernel=kernel._replace(shared_tokens=1))
+    if not packed.shared_rows:
+        return
+    pool = BlockPool(packed.cache.blocks)
+    first, *others = tables = [BlockTable(pool, None) for _ in range(3)]
+    try:
+        first.reserve(BLOCK_TOKENS)
+        tokens = [(7 * index + 1) % model.vocab_size for index in range(BLOCK_TOKENS)]
+        map_tokens(BLOCK_TOKENS, 1)
+        packed.forward([PackedChunk(tokens, first)])
+        first.advance(BLOCK_TOKENS, list)
+        for table in others:
+            table.reuse(first.prefix, ())
+        for table in tables:
+            table.reserve(BLOCK_TOKENS + 1)
+        chunks = [PackedChunk([3 + row], table) for row, table in enumerate(tables)]
+        map_tokens(len(chunks), len(chunks))
+        found = packed.forward(chunks)
+        map_tokens(1, 1)
+        expected = torch.cat([packed.forward([chunk]) for chunk in chunks])
+    except MODEL_CODE_ERRORS as error:
+        raise PackedRefused(f"{type(error).__name__}: {error}") from error
+    distance, allowed = relative_difference(found, expected), error_max(expected.dtype)
+    if not model.group.all_true(distance <= allowed):
+        raise PackedRefused(
+            "rows that share a block differ from the same rows alone (relative norm "
+            f"{distance:.1e} here, at most {allowed:.0e} on every rank)"
+        )
 
 
 def _packed_logits(

@@ -5,11 +5,9 @@ Python loops run over groups, never over rows.
 """
 
 from loradock.engine.kernels.cpu.blocks import BatchTiler
-from loradock.engine.kernels.cpu.embedding import CpuEmbedding
 from loradock.engine.kernels.cpu.experts import CpuExperts, experts_expand_cpu, experts_shrink_cpu
 from loradock.engine.kernels.cpu.linear import CpuLinear
 from loradock.engine.kernels.cpu.scratch import Scratch
-from loradock.engine.kernels.cpu.shrink_expand import CpuShrinkExpand
 from loradock.engine.kernels.interface import Kernels
 from loradock.engine.kernels.reference import reference_kernels
 
@@ -17,16 +15,16 @@ from loradock.engine.kernels.reference import reference_kernels
 def cpu_kernels(batch_invariant: bool) -> Kernels:
     """Create kernels with their own scratch memory."""
     tiler, scratch = BatchTiler(batch_invariant), Scratch()
-    linear, shrink_expand = CpuLinear(tiler, scratch), CpuShrinkExpand(tiler, scratch)
+    products = CpuLinear(tiler, scratch)
     kernels = Kernels(
-        shrink=shrink_expand.shrink,
-        expand=shrink_expand.expand,
-        linear=linear,
-        embedding=CpuEmbedding(tiler, scratch),
+        shrink=products.shrink,
+        expand=products.expand,
+        linear=products.linear,
+        embedding=products.embedding,
         experts=CpuExperts(scratch),
         experts_shrink=experts_shrink_cpu,
         experts_expand=experts_expand_cpu,
-        plan_linear=linear.plan,
+        plan_linear=products.plan,
     )
     if not batch_invariant:
         return kernels

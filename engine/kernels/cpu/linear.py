@@ -1,20 +1,29 @@
-"""The `linear` operation on a CPU: both products of a layer's delta, by one of two strategies.
+"""The products of a layer's delta on a CPU.
 
-Groups of few rows whose adapters have equal ranks are computed together (`Batched`), all others one
-by one (`Looped`).
+`linear` computes both at once, by one of two strategies: groups of few rows whose adapters have
+equal ranks together (`Batched`), all others one by one (`Looped`). `shrink` and `expand` are for
+layers that compute between the two products; they and `embedding` compute in the accumulator's
+dtype, group by group.
 """
+
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from loradock.engine.kernels.checks import check_linear
+from loradock.engine.kernels.checks import (
+    check_embedding,
+    check_expand,
+    check_linear,
+    check_shrink,
+)
 from loradock.engine.kernels.cpu.batched import Batched, can_batch
 from loradock.engine.kernels.cpu.blocks import BatchTiler, Block, min_long_rows
 from loradock.engine.kernels.cpu.dtypes import looped_dtype, native_dtype, wide_dtype
 from loradock.engine.kernels.cpu.looped import Looped
 from loradock.engine.kernels.cpu.scratch import Scratch
-from loradock.engine.kernels.operands import Groups, LoRASlices
-from loradock.engine.kernels.threads import THREADED_ROWS
+from loradock.engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
+from loradock.engine.kernels.threads import THREADED_ROWS, threads_for
 
 
 class CpuLinearPlan:
@@ -42,16 +51,19 @@ class CpuLinearPlan:
 
 
 class CpuLinear:
-    """`linear` for one engine; called by one thread at a time."""
+    """`linear`, `shrink`, `expand` and `embedding` for one engine; called by one thread at a time.
+
+    Each computes as its reference does.
+    """
 
     def __init__(self, tiler: BatchTiler, scratch: Scratch) -> None:
         self._tiler = tiler
         self._scratch = scratch
 
-    def __call__(
+    def linear(
         self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
     ) -> None:
-        """Compute as `linear_reference` does."""
+        """Add `scale` times the delta of x to y, in place."""
         self.plan(y, x, slices, groups).run(y, x, scale)
 
     def plan(self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> CpuLinearPlan:
@@ -84,6 +96,61 @@ class CpuLinear:
             dtype = looped_dtype(native, max(block.sizes), _weights_max(block, slices))
             strategies.append(Looped(block, slices, activation_dtype, dtype, self._scratch))
         return strategies
+
+    def shrink(
+        self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
+    ) -> None:
+        """Write `scale` times the first product of x to y."""
+        check_shrink(y, x, slices, groups)
+        with threads_for(self._tiler.product_rows(groups)):
+            for slot, reads, writes in self._tiler.slot_rows(groups):
+                rows = x.index_select(0, reads).to(y.dtype)
+                for index, pair in enumerate(slices.pairs(slot)):
+                    if pair is not None:
+                        a = self._scratch.transposed("half", pair.a, y.dtype)
+                        shrunk = torch.mm(rows, a)[: len(writes)]
+                        y[index, :, : len(pair.a)].index_copy_(0, writes, shrunk.mul_(scale))
+
+    def expand(
+        self,
+        y: Tensor,
+        x: Tensor,
+        slices: LoRASlices,
+        groups: Groups,
+        offset: int,
+        add_inputs: bool,
+    ) -> None:
+        """Write the second product of x to y from the column `offset` on, or add it."""
+        check_expand(y, x, slices, groups, offset)
+        offsets = list(accumulate(slices.out_features, initial=offset))
+        with threads_for(self._tiler.product_rows(groups)):
+            for slot, reads, writes in self._tiler.slot_rows(groups):
+                for index, pair in enumerate(slices.pairs(slot)):
+                    if pair is None:
+                        continue
+                    rows = x[index, :, : pair.b.shape[1]].index_select(0, reads)
+                    b = self._scratch.transposed("half", pair.b, x.dtype)
+                    delta = torch.mm(rows, b)[: len(writes)]
+                    columns = y[:, offsets[index] : offsets[index + 1]]
+                    if add_inputs:
+                        columns.index_add_(0, writes, delta.to(y.dtype))
+                    else:
+                        columns.index_copy_(0, writes, delta.to(y.dtype))
+
+    def embedding(
+        self, y: Tensor, token_ids: Tensor, slices: LoRASlices, groups: Groups, scale: float
+    ) -> None:
+        """Add `scale` times the delta of a token embedding to y."""
+        check_embedding(y, token_ids, slices, groups)
+        dtype = accumulator_dtype(y.dtype)
+        with threads_for(self._tiler.product_rows(groups)):
+            for slot, reads, writes in self._tiler.slot_rows(groups):
+                (pair,) = slices.pairs(slot)
+                if pair is not None:
+                    rows = pair.a.index_select(0, token_ids.index_select(0, reads)).to(dtype)
+                    b = self._scratch.transposed("half", pair.b, dtype)
+                    delta = torch.mm(rows, b)[: len(writes)]
+                    y.index_add_(0, writes, delta.mul_(scale).to(y.dtype))
 
 
 def _weights_max(block: Block, slices: LoRASlices) -> int:

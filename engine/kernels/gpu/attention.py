@@ -8,6 +8,10 @@ Which tokens are in which part follows from the tokens of the sequence and from 
 which follows from the launch's bounds; the grid never needs data of the device, so that launches
 can be captured. If a row's bits must not depend on its batch, parts have a fixed number of tokens,
 counted from the sequence's first one, and all tiles have one size.
+
+In decode steps, tokens that several rows share are read once (Juravsky et al. 2024, "Hydragen"):
+the program of one of these rows attends the queries of all of them to its part of these tokens,
+after its own to what follows them, so that it reads what it would read alone, and the others less.
 """
 
 import math
@@ -40,6 +44,12 @@ PART_TOKENS_MIN: Final = 64
 
 HEADS_MAX: Final = 64
 """The most query heads of a tile; more that share a head of keys are divided among programs."""
+
+SHARED_ROWS: Final = 8
+"""The most rows whose queries are attended together to tokens that they share."""
+
+SHARED_TOKENS: Final = 256
+"""How many tokens fewer must be read so that one more part of each row pays."""
 
 WRITTEN_ELEMENTS: Final = 1024
 """The elements of keys, and of values, that are written by one program."""
@@ -171,22 +181,76 @@ def attend_tokens(
     return highest, total, acc
 
 
+@triton.jit
+def store_sums(sums, at, highest, total, mask):
+    """Store what `attend_tokens` returned of the rows `at`."""
+    tl.store(sums + 2 * at, highest, mask)
+    tl.store(sums + 2 * at + 1, total, mask)
+
+
+@triton.jit
+def store_output(y, at, acc, mask, V_WIDTH: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Store outputs [rows, BLOCK_V] as the rows `at` of `y`, in its dtype."""
+    e = tl.arange(0, BLOCK_V)
+    places = y + (at * V_WIDTH)[:, None] + e[None, :]
+    tl.store(places, acc.to(y.dtype.element_ty), mask[:, None] & (e < V_WIDTH)[None, :])
+
+
+@triton.jit
+def attend_shared(
+    y, sums, q, k, v, blocks, firsts, members, end, part, parts, head_first, head_block,
+    q_stride, q_head_stride, heads, part_rows, window, chunk, scale, softcap,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    HAS_CAP: tl.constexpr, SHARED_ROWS: tl.constexpr, SHARED_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Attend the one query of each of `members` over a part of the `end` tokens that they share.
+
+    It is written as `attend_kernel` writes parts, as the part `parts + part`. Their heads are those
+    from `head_first` on, of which a tile has the block `head_block`. -1 is no member.
+    """
+    m, d = tl.arange(0, SHARED_Q * BLOCK_H), tl.arange(0, BLOCK_D)
+    place, inside = m // BLOCK_H, head_block * BLOCK_H + m % BLOCK_H
+    for first in range(0, SHARED_ROWS, SHARED_Q):
+        token = tl.load(members + first + place, first + place < SHARED_ROWS, -1)
+        is_query = (token >= 0) & (inside < GROUP)
+        token, head = tl.where(is_query, token, 0), head_first + inside
+        q_rows = q + (token * q_stride + head * q_head_stride)
+        q_mask = is_query[:, None] & (d < WIDTH)[None, :]
+        q_block = tl.load(q_rows[:, None] + d[None, :], q_mask, 0.0)
+        index = tl.load(firsts + token, is_query, 0).to(tl.int32)
+        attended = first_attended(index, window, chunk)
+        oldest = tl.min(tl.where(is_query, attended, 0x7FFFFFFF), 0)
+        low, high = find_part(
+            tl.minimum(oldest, end) // BLOCK_N * BLOCK_N, end, part, parts, 0, BLOCK_N
+        )
+        highest, total, acc = attend_tokens(
+            q_block, k, v, blocks, index, attended, oldest, low, high, scale, softcap,
+            WIDTH, V_WIDTH, BLOCK_TOKENS, HAS_CAP,
+            SHARED_Q * BLOCK_H, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+        at = (parts + part).to(tl.int64) * part_rows + token * heads + head
+        store_sums(sums, at, highest, total, is_query)
+        store_output(y, at, acc, is_query, V_WIDTH, BLOCK_V)
+
+
 @triton.jit(do_not_specialize=["row_count", "part_rows", "window", "chunk"])
 def attend_kernel(
-    y, sums, q, k, v, sinks, begins, firsts, rows, table,
+    y, sums, q, k, v, sinks, begins, firsts, rows, table, shared,
     q_stride, q_head_stride, k_head_stride, v_head_stride, table_stride, heads,
     row_count, part_rows, window, chunk, scale, softcap,
     GROUP: tl.constexpr, HEAD_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, IS_WHOLE: tl.constexpr, PART_TOKENS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_DECODE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SHARED_ROWS: tl.constexpr, SHARED_Q: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Attend the queries of one tile over one part of their tokens.
 
     IS_WHOLE: there is one part, and `y` [tokens, heads, V_WIDTH] is the output. Otherwise it is
     [parts, part_rows, V_WIDTH] float32, not yet divided by the sums, with a row per token and head,
-    and `sums` [parts, part_rows, 2] has the highest score and the sum of `attend_tokens`.
+    and `sums` [parts, part_rows, 2] has the highest score and the sum of `attend_tokens`. With
+    SHARED_ROWS there are as many parts again, of the tokens that rows share.
     """
     row, inside = tl.program_id(0), 0
     if not IS_DECODE:
@@ -197,21 +261,34 @@ def attend_kernel(
         return
     index = tl.load(firsts + row).to(tl.int32) + inside * BLOCK_Q
     kv_head, part = tl.program_id(1) // HEAD_BLOCKS, tl.program_id(2)
-    m = tl.arange(0, BLOCK_Q * BLOCK_H)
+    oldest, end = first_attended(index, window, chunk), index + tl.minimum(count, BLOCK_Q)
+    blocks = table + tl.load(rows + row) * table_stride
+    k_head = k + kv_head.to(tl.int64) * k_head_stride
+    v_head = v + kv_head.to(tl.int64) * v_head_stride
+    if SHARED_ROWS > 0:
+        own = shared + row * (1 + SHARED_ROWS)
+        common = tl.load(own).to(tl.int32)
+        oldest = tl.maximum(oldest, common)
+        if tl.load(own + 1) >= 0:
+            attend_shared(
+                y, sums, q, k_head, v_head, blocks, firsts, own + 1, common,
+                part, tl.num_programs(2), kv_head * GROUP, tl.program_id(1) % HEAD_BLOCKS,
+                q_stride, q_head_stride, heads, part_rows, window, chunk, scale, softcap,
+                GROUP, WIDTH, V_WIDTH, BLOCK_TOKENS, HAS_CAP, SHARED_ROWS, SHARED_Q,
+                BLOCK_H, BLOCK_N, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
+    m, d = tl.arange(0, BLOCK_Q * BLOCK_H), tl.arange(0, BLOCK_D)
     query, member = m // BLOCK_H, tl.program_id(1) % HEAD_BLOCKS * BLOCK_H + m % BLOCK_H
     is_query = (query < count) & (member < GROUP)
     head, token = kv_head * GROUP + member, begin + query
-    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     q_rows = q + (token * q_stride + head * q_head_stride)
     q_block = tl.load(q_rows[:, None] + d[None, :], is_query[:, None] & (d < WIDTH)[None, :], 0.0)
-    oldest, end = first_attended(index, window, chunk), index + tl.minimum(count, BLOCK_Q)
     # Multiples of BLOCK_N, so that the order of a row's sums does not depend on its tile.
     low, high = find_part(
         oldest // BLOCK_N * BLOCK_N, end, part, tl.num_programs(2), PART_TOKENS, BLOCK_N
     )
     highest, total, acc = attend_tokens(
-        q_block, k + kv_head.to(tl.int64) * k_head_stride, v + kv_head.to(tl.int64) * v_head_stride,
-        table + tl.load(rows + row) * table_stride,
+        q_block, k_head, v_head, blocks,
         index + query, first_attended(index + query, window, chunk), oldest, low, high,
         scale, softcap, WIDTH, V_WIDTH, BLOCK_TOKENS, HAS_CAP,
         BLOCK_Q * BLOCK_H, BLOCK_N, BLOCK_D, BLOCK_V,
@@ -226,16 +303,14 @@ def attend_kernel(
         acc /= tl.where(is_query, total, 1.0)[:, None]
     else:
         at += part.to(tl.int64) * part_rows
-        tl.store(sums + 2 * at, highest, is_query)
-        tl.store(sums + 2 * at + 1, total, is_query)
-    y_mask = is_query[:, None] & (e < V_WIDTH)[None, :]
-    tl.store(y + (at * V_WIDTH)[:, None] + e[None, :], acc.to(y.dtype.element_ty), y_mask)
+        store_sums(sums, at, highest, total, is_query)
+    store_output(y, at, acc, is_query, V_WIDTH, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=["part_rows", "part_count"])
 def merge_kernel(
-    y, parts, sums, sinks, heads, part_rows, part_count,
-    V_WIDTH: tl.constexpr, HAS_SINKS: tl.constexpr,
+    y, parts, sums, sinks, shared, heads, part_rows, part_count,
+    V_WIDTH: tl.constexpr, HAS_SINKS: tl.constexpr, SHARED_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of some heads of one token, in their order.
@@ -243,6 +318,9 @@ def merge_kernel(
     y: [tokens, heads, V_WIDTH]; parts, sums: what `attend_kernel` wrote.
     """
     token = tl.program_id(0).to(tl.int64)
+    if SHARED_ROWS > 0:
+        has_shared = tl.load(shared + token * (1 + SHARED_ROWS)) > 0
+        part_count = tl.where(has_shared, 2 * part_count, part_count)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     e = tl.arange(0, BLOCK_V)
     is_head = head < heads
@@ -333,7 +411,7 @@ class TritonAttention:
     ) -> None:
         """Compute as `attend_reference` does; raises ValueError as it does, and for other dtypes.
 
-        One launch, or two if the tokens are divided into parts.
+        One launch, or two if the tokens are divided into parts, or may be shared.
         """
         check_attention(y, query, keys, values, blocks)
         if query.dtype not in DTYPES:
@@ -348,29 +426,35 @@ class TritonAttention:
         if not blocks.is_decode:
             tiles += tokens // constants["BLOCK_Q"]
         parts = self._parts(tiles * programs, blocks, config, y.device)
+        # Fixed parts are counted from the first token of a sequence, shared or not.
+        shared = None if self._part_tokens else blocks.shared
+        shared_rows = 0 if shared is None else shared.shape[1] - 1
+        is_whole = parts == 1 and not shared_rows
         out, sums = y, y
-        if parts > 1:
-            rows = parts * tokens * heads
+        if not is_whole:
+            rows = (2 if shared_rows else 1) * parts * tokens * heads
             scratch = self._workspace.take((rows * (v_width + 2),), y.device)
             out, sums = scratch[: rows * v_width], scratch[rows * v_width :]
         sinks = y if options.sinks is None else options.sinks
         attend_kernel[tiles, programs, parts](
             out, sums, query, keys, values, sinks,
             blocks.begins, blocks.firsts, blocks.rows, blocks.table,
+            blocks.rows if shared is None else shared,
             query.stride(1), query.stride(0), keys.stride(0), values.stride(0),
             blocks.table.stride(0), heads, len(blocks.rows), tokens * heads,
             options.window, options.chunk,
             query.shape[2] ** -0.5 if options.scale is None else options.scale,
             options.softcap or 1.0,
             **constants,
-            BLOCK_TOKENS=blocks.block_tokens, IS_WHOLE=parts == 1, PART_TOKENS=self._part_tokens,
+            BLOCK_TOKENS=blocks.block_tokens, IS_WHOLE=is_whole, PART_TOKENS=self._part_tokens,
             HAS_CAP=bool(options.softcap), HAS_SINKS=options.sinks is not None,
-            IS_DECODE=blocks.is_decode,
+            IS_DECODE=blocks.is_decode, SHARED_ROWS=shared_rows,
         )  # fmt: skip
-        if parts > 1:
+        if not is_whole:
             merge_kernel[tokens, -(-heads // MERGED_HEADS)](
-                y, out, sums, sinks, heads, tokens * heads, parts,
-                V_WIDTH=v_width, HAS_SINKS=options.sinks is not None,
+                y, out, sums, sinks, blocks.rows if shared is None else shared,
+                heads, tokens * heads, parts,
+                V_WIDTH=v_width, HAS_SINKS=options.sinks is not None, SHARED_ROWS=shared_rows,
                 BLOCK_H=MERGED_HEADS, BLOCK_V=constants["BLOCK_V"], num_warps=1,
             )  # fmt: skip
 
@@ -406,12 +490,14 @@ def attention_constants(
     block_q = max(1, config.rows // block_h)
     block_d, block_v = (max(16, next_power_of_two(one)) for one in (width, v_width))
     block_n = min(64, max(16, config.tile_bytes // (block_d * item_bytes)))
+    shared_q = max(block_q, min(SHARED_ROWS, HEADS_MAX // block_h))
     is_wide = block_q * block_h * block_v >= _WIDE or block_d * item_bytes >= _WIDE_BYTES
     return {
         "GROUP": group,
         "HEAD_BLOCKS": -(-group // block_h),
         "WIDTH": width,
         "V_WIDTH": v_width,
+        "SHARED_Q": shared_q,
         "BLOCK_Q": block_q,
         "BLOCK_H": block_h,
         "BLOCK_N": block_n,

@@ -23,7 +23,12 @@ from loradock.engine.kernels.checks import (
     check_shrink,
 )
 from loradock.engine.kernels.expert_groups import ExpertGroups
-from loradock.engine.kernels.gpu.attention import TritonAttention, write_tokens
+from loradock.engine.kernels.gpu.attention import (
+    SHARED_ROWS,
+    SHARED_TOKENS,
+    TritonAttention,
+    write_tokens,
+)
 from loradock.engine.kernels.gpu.embedding import launch_lookup
 from loradock.engine.kernels.gpu.experts import (
     launch_experts_expand,
@@ -74,7 +79,10 @@ def triton_kernels(batch_invariant: bool) -> Kernels:
         experts_expand=on_device_of_first(operations.experts_expand),
         plan_linear=operations.plan_linear,
         attention=BlockAttention(
-            on_device_of_first(TritonAttention(batch_invariant)), on_device_of_first(write_tokens)
+            on_device_of_first(TritonAttention(batch_invariant)),
+            on_device_of_first(write_tokens),
+            0 if batch_invariant else SHARED_ROWS,
+            SHARED_TOKENS,
         ),
         fused=FusedOperations(
             on_device_of_first(rms_norm),

@@ -4,15 +4,18 @@ from functools import partial
 
 from loradock.engine.kernels.interface import Kernels
 from loradock.engine.kernels.reference.attention import REFERENCE_ATTENTION
-from loradock.engine.kernels.reference.embedding import embedding_reference
 from loradock.engine.kernels.reference.experts import (
     experts_expand_reference,
     experts_reference,
     experts_shrink_reference,
 )
-from loradock.engine.kernels.reference.linear import linear_reference
+from loradock.engine.kernels.reference.linear import (
+    embedding_reference,
+    expand_reference,
+    linear_reference,
+    shrink_reference,
+)
 from loradock.engine.kernels.reference.matmul import blas_matmul, ordered_matmul
-from loradock.engine.kernels.reference.shrink_expand import expand_reference, shrink_reference
 
 
 def reference_kernels(batch_invariant: bool) -> Kernels:

@@ -146,6 +146,38 @@ def cases(draw: st.DrawFn) -> Case:
     return make_case(counts, firsts, draw(SHAPES), draw(st.integers(0, 99)), **draw(OPTIONS))
 
 
+@st.composite
+def shared_cases(draw: st.DrawFn) -> tuple[Case, Case]:
+    """A decode step whose rows have beginnings in common, and the same with what is shared stated.
+
+    There, the table of a row that others read for has a block of NaN in place of each shared one.
+    """
+    rows = draw(st.integers(2, 6))
+    firsts = draw(st.lists(st.integers(0, 100), min_size=rows, max_size=rows))
+    case = make_case([1] * rows, firsts, draw(SHAPES), draw(st.integers(0, 99)), **draw(OPTIONS))
+    table, own = case.blocks.table, case.blocks.rows
+    # Blocks that a window has left are NaN, and no row shares them.
+    empty = next(b for b in range(len(case.keys[0]) // BLOCK_TOKENS) if b not in table[own])
+    stated, rows_max = table.clone(), draw(st.sampled_from([3, 8]))
+    shared = torch.full((rows, 1 + rows_max), -1)
+    shared[:, 0] = 0
+    order = draw(st.permutations(range(rows)))
+    for begin in range(0, rows, 3):
+        group = order[begin : begin + draw(st.integers(1, 3))]
+        blocks = min(firsts[row] for row in group) // BLOCK_TOKENS
+        if len(group) < 2 or not blocks or case.options.window or case.options.chunk:
+            continue
+        blocks = draw(st.integers(1, blocks))
+        shared[group[0], 1 : 1 + len(group)] = torch.tensor(group)
+        for row in group:
+            shared[row, 0] = blocks * BLOCK_TOKENS
+        for row in group[1:]:
+            table[own[row], :blocks] = table[own[group[0]], :blocks]
+            stated[own[row], :blocks] = empty
+    blocks = case.blocks._replace(table=stated, shared=shared)
+    return case, case._replace(blocks=blocks)
+
+
 def error_of(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
@@ -159,6 +191,36 @@ def test_random_tables_have_the_output_of_the_reference(case: Case, processors: 
     allowed = ERRORS_MAX[case.query.dtype]
     for attend in (TritonAttention(processors=processors), TritonAttention(batch_invariant=True)):
         assert error_of(case.run(attend, DEVICE), expected) <= allowed
+
+
+@needs_triton
+@given(pair=shared_cases(), processors=st.sampled_from([1, 8]))
+@settings(max_examples=15)
+def test_shared_tokens_are_read_for_all_rows_that_have_them(
+    pair: tuple[Case, Case], processors: int
+) -> None:
+    """From one row's blocks, in any number of rows; rows without shared tokens are as before."""
+    case, stated = pair
+    found = stated.run(TritonAttention(processors=processors), DEVICE)
+    assert error_of(found, case.run(attend_reference)) <= ERRORS_MAX[case.query.dtype]
+
+
+@needs_triton
+def test_rows_with_windows_share_tokens() -> None:
+    """A window ends within the shared tokens of one row, and after those of another."""
+    case = make_case([1, 1, 1], [100, 70, 140], Shape(8, 2), seed=2)
+    table, own = case.blocks.table, case.blocks.rows
+    table[own[1:], :4] = table[own[0], :4]
+    shared = torch.tensor([[64, 0, 1, 2], [64, -1, -1, -1], [64, -1, -1, -1]])
+    for options in (AttentionOptions(window=50), AttentionOptions(chunk=48)):
+        windowed = case._replace(options=options)
+        stated = windowed._replace(blocks=case.blocks._replace(shared=shared))
+        expected = windowed.run(attend_reference)
+        for processors in (1, 8):
+            found = stated.run(TritonAttention(processors=processors), DEVICE)
+            assert error_of(found, expected) <= ERRORS_MAX[torch.float32]
+        invariant = TritonAttention(batch_invariant=True)
+        assert torch.equal(stated.run(invariant, DEVICE), windowed.run(invariant, DEVICE))
 
 
 @needs_triton
@@ -218,8 +280,9 @@ def test_the_reference_is_pytorchs_function_over_gathered_blocks(case: Case) -> 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="counts addresses in Triton's interpreter")
 @pytest.mark.parametrize("processors", [1, 60])
+@pytest.mark.parametrize("shares", [False, True])
 def test_a_decode_step_reads_each_key_and_value_once(
-    processors: int, monkeypatch: pytest.MonkeyPatch
+    shares: bool, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[np.ndarray] = []
     original = interpreter.load
@@ -228,10 +291,16 @@ def test_a_decode_step_reads_each_key_and_value_once(
         loads.append(np.asarray(addresses)[np.asarray(mask)])
         return original(addresses, mask, *rest)
 
-    case = make_case([1, 1, 1], [100, 7, 260], Shape(8, 2), seed=5, window=90)
+    case = make_case([1, 1, 1], [100, 7, 260], Shape(8, 2), seed=5, window=0 if shares else 90)
+    attended = sum(min(90, first + 1) for first in (100, 7, 260))
+    if shares:
+        table, own = case.blocks.table, case.blocks.rows
+        table[own[2], :5] = table[own[0], :5]
+        shared = torch.tensor([[80, 0, 2], [0, -1, -1], [80, -1, -1]])
+        case = case._replace(blocks=case.blocks._replace(shared=shared))
+        attended = 101 + 8 + 261 - 80
     monkeypatch.setattr(interpreter, "load", load)
     case.run(TritonAttention(processors=processors))
-    attended = sum(min(90, first + 1) for first in (100, 7, 260))
     for buffer in (case.keys, case.values):
         begin = buffer.data_ptr()
         read = np.concatenate(loads)

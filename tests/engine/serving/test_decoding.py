@@ -23,6 +23,7 @@ from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.staging import stage
 from loradock.engine.serving import startup
+from loradock.engine.serving.blocks import BLOCK_TOKENS
 from loradock.engine.serving.decoding import (
     CapturedDecode,
     CudaCapture,
@@ -138,6 +139,23 @@ def test_a_batch_of_fewer_rows_than_the_start_compares_answers_as_alone(
     replays = steps.capture.replays
     assert bench.outputs(MIXED_REQUESTS[:6], steps_between=2) == expected
     assert steps.capture.replays > replays
+
+
+def test_captured_rows_read_what_they_share_through_one_of_them(bench_of: MakeBench) -> None:
+    """Rows that began with the blocks of others join and leave; some have other blocks too."""
+    same = tuple(range(3, 3 + 2 * BLOCK_TOKENS))
+    prompts = [(*same[: 16 * (1 + at % 2)], 60 + at, 5) for at in range(6)]
+    requests = [
+        (None, prompt, Sampling(max_tokens=7 + 3 * (at % 3))) for at, prompt in enumerate(prompts)
+    ]
+    bench = bench_of(is_captured=False)
+    expected = [bench.alone(*request) for request in requests]
+    bench = bench_of(is_captured=True)
+    packed, lists = bench.scheduler.batch._packed, []
+    find = packed._shared_numbers
+    packed._shared_numbers = lambda *found: lists.append(find(*found)) or lists[-1]
+    assert bench.outputs(requests, steps_between=3) == expected
+    assert max(max(numbers) for numbers in lists) == 2 * BLOCK_TOKENS
 
 
 def test_one_graph_per_number_of_rows_with_and_without_adapters(

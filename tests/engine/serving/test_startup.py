@@ -192,6 +192,13 @@ def attend_wrongly_in_parts(y: Tensor, *operands: Any) -> None:
         y.mul_(1.01)
 
 
+def attend_shared_wrongly(y: Tensor, *operands: Any) -> None:
+    """Attend as a kernel that is wrong for rows that share tokens."""
+    attend_reference(y, *operands)
+    if (shared := operands[3].shared) is not None and shared[:, 0].any():
+        y.mul_(1.01)
+
+
 def refuse(*_: Any) -> None:
     raise RuntimeError("no kernel today")
 
@@ -203,6 +210,7 @@ def refuse(*_: Any) -> None:
         (attend_reference, "torch", False, ""),
         (attend_wrongly, "auto", False, "differs from the model's own"),
         (attend_wrongly_in_parts, "auto", False, "differs from the model's own"),
+        (attend_shared_wrongly, "auto", False, "rows that share a block differ"),
         (refuse, "auto", False, "no kernel today"),
     ],
 )
@@ -210,7 +218,7 @@ def test_a_kernel_attends_if_its_logits_are_the_models_own(
     attend: Any, backend: str, is_used: bool, reason: str, engine_config: EngineConfig
 ) -> None:
     model = prepare(architecture("llama").build())
-    kernel = BlockAttention(attend, write_tokens)
+    kernel = BlockAttention(attend, write_tokens, shared_rows=2)
     punica = PunicaWrapper(CPU, 16, reference_kernels(False)._replace(attention=kernel))
     config = replace(engine_config, attention_backend=backend)
     with structlog.testing.capture_logs() as logs:

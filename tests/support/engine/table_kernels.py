@@ -55,7 +55,7 @@ def use_fixed_tables(
 def table_kernels() -> Kernels:
     """Return kernels whose products of linear layers, and attention, read nothing but tables."""
     return reference_kernels(False)._replace(
-        linear=_linear, attention=BlockAttention(_attend, write_tokens)
+        linear=_linear, attention=BlockAttention(_attend, write_tokens, shared_rows=2)
     )
 
 
@@ -67,12 +67,16 @@ def _attend(
     blocks: BlockOperands,
     options: AttentionOptions,
 ) -> None:
-    """Compute as `attend_reference` does; decode steps read all entries of their tables' rows."""
+    """Compute as `attend_reference` does; decode steps read all entries of their tables' rows.
+
+    What a row shares is read through the table of the row whose list has it.
+    """
     if not blocks.is_decode:
         attend_reference(y, query, keys, values, blocks, options)
         return
     inside = torch.arange(blocks.block_tokens)
-    places = blocks.table[blocks.rows][:, :, None] * blocks.block_tokens + inside
+    table = _without_shared(blocks) if blocks.shared is not None else blocks.table[blocks.rows]
+    places = table[:, :, None] * blocks.block_tokens + inside
     places = places.flatten(1)
     index = torch.arange(places.shape[1])
     attends = index <= blocks.firsts[:, None]
@@ -91,6 +95,18 @@ def _attend(
         scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1)[..., : places.shape[1]]
     y.copy_((weights @ own_values).reshape(rows, heads, -1))
+
+
+def _without_shared(blocks: BlockOperands) -> Tensor:
+    """Return each row of the table, with the first blocks of the row that it shares them with."""
+    assert blocks.shared is not None
+    table, rows = blocks.table[blocks.rows], torch.arange(len(blocks.rows))
+    counts, members = blocks.shared[:, :1] // blocks.block_tokens, blocks.shared[:, 1:]
+    # Where there is no member, one more row is written.
+    member = members.where(members >= 0, len(rows)).flatten()
+    reader = torch.full((len(rows) + 1,), -1)
+    reader[member] = rows[:, None].expand_as(members).flatten()
+    return table[reader[:-1]].where(torch.arange(table.shape[1]) < counts, table)
 
 
 def _linear(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float) -> None:

@@ -19,6 +19,7 @@ from loradock.engine.kernels.gpu.attention import (
     DECODE,
     MERGED_HEADS,
     PREFILL,
+    SHARED_ROWS,
     AttentionConfig,
     attend_kernel,
     attention_constants,
@@ -255,8 +256,14 @@ def _attention_jobs(dtype: str) -> Iterator[Job]:
     own = f"*{dtype}"
     yield Job(
         merge_kernel,
-        {"y": own, "parts": "*fp32", "sums": "*fp32", "sinks": own},
-        {"V_WIDTH": 128, "HAS_SINKS": True, "BLOCK_H": MERGED_HEADS, "BLOCK_V": 128},
+        {"y": own, "parts": "*fp32", "sums": "*fp32", "sinks": own, "shared": "*i64"},
+        {
+            "V_WIDTH": 128,
+            "HAS_SINKS": True,
+            "SHARED_ROWS": SHARED_ROWS,
+            "BLOCK_H": MERGED_HEADS,
+            "BLOCK_V": 128,
+        },
         *(1, 3),
     )
     yield Job(
@@ -268,7 +275,8 @@ def _attention_jobs(dtype: str) -> Iterator[Job]:
 
 
 def _attention_job(dtype: str, config: AttentionConfig, has_options: bool) -> Job:
-    own, tables = f"*{dtype}", {"begins": "*i64", "firsts": "*i64", "rows": "*i64", "table": "*i32"}
+    own = f"*{dtype}"
+    tables = {**dict.fromkeys(("begins", "firsts", "rows", "shared"), "*i64"), "table": "*i32"}
     constants = attention_constants(config, 4, 128, 128, ITEM_BYTES[dtype])
     warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
     return Job(
@@ -288,6 +296,7 @@ def _attention_job(dtype: str, config: AttentionConfig, has_options: bool) -> Jo
             "HAS_CAP": has_options,
             "HAS_SINKS": has_options,
             "IS_WHOLE": not has_options,
+            "SHARED_ROWS": SHARED_ROWS if has_options else 0,
             "IS_DECODE": has_options,
         },
         *(warps, stages),

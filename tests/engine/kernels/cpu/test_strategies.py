@@ -279,9 +279,9 @@ def test_memory_depends_on_the_rank_and_not_on_tokens_times_outputs() -> None:
     ]:
         case = make_case(Shape(width, (width,), 40, (rank,), 0.0), rows, torch.float32, 1)
         groups = case.groups
-        linear = CpuLinear(BatchTiler(batch_invariant=False), Scratch())
+        products = CpuLinear(BatchTiler(batch_invariant=False), Scratch())
         with LargestResult(case.x, case.y, case.slices.directory.data) as largest:
-            linear(case.y, case.x, case.slices, groups, 1.0)
+            products.linear(case.y, case.x, case.slices, groups, 1.0)
         assert 0 < largest.numbers <= max(bound, tokens)
 
 
