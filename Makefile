@@ -134,12 +134,12 @@ node-libs: $(VENV)-node/.installed  ## install the packages of the client in Jav
 node: $(STAMP) $(VENV)-node/.installed  ## run the client in JavaScript (needs Node 18 and npm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/examples/test_node_client.py -p no:xdist
 
-# g++ compiles a few lines once.
-rehearse: $(STAMP)  ## compile and interpret the kernels, run on a simulated CUDA device: what needs no GPU
+# g++ compiles a few lines once. The longest tests come first, one on each processor.
+rehearse: $(STAMP)  ## compile and interpret the kernels, run on a simulated CUDA device: what needs no GPU (ARCHITECTURES=all)
 	LORADOCK_COMPILE="$(COMPILE)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
 	  tests/engine/kernels/test_triton.py tests/engine/kernels/test_compiled.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --simulated-device \
-	  tests/rehearsal tests/integration/test_engine_gpu.py
+	LORADOCK_ARCHITECTURES="$(ARCHITECTURES)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
+	  --dist loadgroup --simulated-device tests/integration/test_engine_gpu.py tests/rehearsal
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearse
 
 gpu: $(STAMP)  ## what needs a CUDA device: smoke, step, kernels, tune, tests (STAGES="smoke step")

@@ -358,9 +358,9 @@ class PackedModel:
         if self._table is not None:
             own, places, blocks = self._table.update([chunk.table for chunk in chunks])
             numbers += [ends, [chunk.table.length for chunk in chunks], own]
-            is_decode = ends[-1] == len(chunks)
-            numbers.append(self._shared_numbers(self._table, chunks) if is_decode else [])
-            numbers += [places, blocks]
+            shared = self._shared_numbers(self._table, chunks) if ends[-1] == len(chunks) else []
+            # Where nothing is shared, the step may need no parts to be merged.
+            numbers += [shared if any(shared[:: 1 + self.shared_rows]) else [], places, blocks]
         tokens, positions, written, kept_rows, *tables = self._inputs.send(
             [torch.tensor(one, dtype=torch.int64) for one in numbers]
         )

@@ -45,9 +45,10 @@ class ParityBench:
         self.model = model
         config = LoRAConfig(max_lora_rank=64, max_loras=slots)
         config = config.resolved_for(model.model.config)
-        self.arena = Arena(slots, model.shapes, device_bytes, config.dtype, "cpu")
+        self.arena = Arena(slots, model.shapes, device_bytes, config.dtype, model.device)
         self.arena.data.fill_(torch.nan)
-        self.punica = PunicaWrapper(model.device, config.max_lora_rank, choose_kernels("cpu"))
+        kernels = choose_kernels(model.device.type)
+        self.punica = PunicaWrapper(model.device, config.max_lora_rank, kernels)
         model.bind(self.arena, self.punica)
         names = sorted(path.parent.name for path in root.glob("*/adapter_config.json"))
         self.ids = {name: number for number, name in enumerate(names, start=1)}
@@ -112,7 +113,9 @@ class ParityBench:
         Rows that are done with their prompts decode while others are not.
         """
         ids = [0 if name is None else self.ids[name] for name, _ in rows]
-        flat, pool = PackedModel(self.model, 4 * len(rows)), BlockPool(4 * len(rows))
+        kernel = self.punica.attention if self.model.device.type == "cuda" else None
+        blocks = 4 * len(rows)
+        flat, pool = PackedModel(self.model, blocks, kernel=kernel), BlockPool(blocks)
         tables = [BlockTable(pool, None) for _ in rows]
         found: list[list[Tensor]] = [[] for _ in rows]
         wanted = [[*prompt, *next_tokens] for _, prompt in rows]
