@@ -1,5 +1,6 @@
 """`pytest --simulated-device`: tests on the simulated device fail by what it reports."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,8 @@ class SimulatedDevicePlugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Iterator[None]:
         """Fail a test whose operations were reported."""
+        # What an earlier test has left, as an engine with its graphs, is not freed in this one.
+        gc.collect()
         RECORD.errors.clear()
         result = yield
         if RECORD.errors:
