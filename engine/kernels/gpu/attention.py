@@ -212,26 +212,27 @@ def attend_shared(
     m, d = tl.arange(0, SHARED_Q * BLOCK_H), tl.arange(0, BLOCK_D)
     place, inside = m // BLOCK_H, head_block * BLOCK_H + m % BLOCK_H
     for first in range(0, SHARED_ROWS, SHARED_Q):
-        token = tl.load(members + first + place, first + place < SHARED_ROWS, -1)
-        is_query = (token >= 0) & (inside < GROUP)
-        token, head = tl.where(is_query, token, 0), head_first + inside
-        q_rows = q + (token * q_stride + head * q_head_stride)
-        q_mask = is_query[:, None] & (d < WIDTH)[None, :]
-        q_block = tl.load(q_rows[:, None] + d[None, :], q_mask, 0.0)
-        index = tl.load(firsts + token, is_query, 0).to(tl.int32)
-        attended = first_attended(index, window, chunk)
-        oldest = tl.min(tl.where(is_query, attended, 0x7FFFFFFF), 0)
-        low, high = find_part(
-            tl.minimum(oldest, end) // BLOCK_N * BLOCK_N, end, part, parts, 0, BLOCK_N
-        )
-        highest, total, acc = attend_tokens(
-            q_block, k, v, blocks, index, attended, oldest, low, high, scale, softcap,
-            WIDTH, V_WIDTH, BLOCK_TOKENS, HAS_CAP,
-            SHARED_Q * BLOCK_H, BLOCK_N, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
-        at = (parts + part).to(tl.int64) * part_rows + token * heads + head
-        store_sums(sums, at, highest, total, is_query)
-        store_output(y, at, acc, is_query, V_WIDTH, BLOCK_V)
+        if tl.load(members + first) >= 0:
+            token = tl.load(members + first + place, first + place < SHARED_ROWS, -1)
+            is_query = (token >= 0) & (inside < GROUP)
+            token, head = tl.where(is_query, token, 0), head_first + inside
+            q_rows = q + (token * q_stride + head * q_head_stride)
+            q_mask = is_query[:, None] & (d < WIDTH)[None, :]
+            q_block = tl.load(q_rows[:, None] + d[None, :], q_mask, 0.0)
+            index = tl.load(firsts + token, is_query, 0).to(tl.int32)
+            attended = first_attended(index, window, chunk)
+            oldest = tl.min(tl.where(is_query, attended, 0x7FFFFFFF), 0)
+            low, high = find_part(
+                tl.minimum(oldest, end) // BLOCK_N * BLOCK_N, end, part, parts, 0, BLOCK_N
+            )
+            highest, total, acc = attend_tokens(
+                q_block, k, v, blocks, index, attended, oldest, low, high, scale, softcap,
+                WIDTH, V_WIDTH, BLOCK_TOKENS, HAS_CAP,
+                SHARED_Q * BLOCK_H, BLOCK_N, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
+            at = (parts + part).to(tl.int64) * part_rows + token * heads + head
+            store_sums(sums, at, highest, total, is_query)
+            store_output(y, at, acc, is_query, V_WIDTH, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=["row_count", "part_rows", "window", "chunk"])
@@ -490,7 +491,9 @@ def attention_constants(
     block_q = max(1, config.rows // block_h)
     block_d, block_v = (max(16, next_power_of_two(one)) for one in (width, v_width))
     block_n = min(64, max(16, config.tile_bytes // (block_d * item_bytes)))
-    shared_q = max(block_q, min(SHARED_ROWS, HEADS_MAX // block_h))
+    # In float32, whose products are three each, larger tiles have too few registers.
+    shared_rows = HEADS_MAX if item_bytes <= 2 else config.rows
+    shared_q = max(block_q, min(SHARED_ROWS, shared_rows // block_h))
     is_wide = block_q * block_h * block_v >= _WIDE or block_d * item_bytes >= _WIDE_BYTES
     return {
         "GROUP": group,
