@@ -140,8 +140,10 @@ class History:
         """Check the output of a call against the contents that its adapter has had."""
         request, outcome = call.request, call.outcome
         if not is_success(call):
-            # A call without an answer ends with the same error as one that waited for an engine.
-            if not isinstance(request, requests.Query) and not isinstance(outcome, EngineGone):
+            # A call without an answer ends with the same error as one that waited for an engine,
+            # and one that waits for a log that can't be written is told that it continues.
+            continues = isinstance(outcome, EngineGone) or "was accepted" in str(outcome)
+            if not isinstance(request, requests.Query) and not continues:
                 self._refused.add(scoped(scope, call.request_id))
             return
         if isinstance(request, requests.Generate) and isinstance(outcome, requests.GenerationDone):
