@@ -2,8 +2,9 @@
 
 For 1, 8 and 64 sequences of 1,024 tokens, without and with adapters, eager and captured: the time
 of a step, the host's part of it, its launches and kernels, against the bytes that it has to move.
-Then the activation of an adapter against its bare copy, and 16 adapters in 8 slots. `--small` is a
-model of a few layers, to try the stage out.
+Then the most sequences with half of their tokens in common, the activation of an adapter against
+its bare copy, and 16 adapters in 8 slots. `--small` is a model of a few layers, to try the stage
+out.
 """
 
 import sys
@@ -46,7 +47,7 @@ class Size(NamedTuple):
 
 
 FULL: Final = Size(LAYERS, HIDDEN, INNER, 32, KEYS // 128, 128_256, (1, 8, 64), 1024, 64, 16)
-SMALL: Final = Size(2, 256, 512, 4, 2, 512, (1, 4), 8, 2, 8)
+SMALL: Final = Size(2, 256, 512, 4, 2, 512, (1, 4), 32, 2, 8)
 
 
 def main() -> int:
@@ -90,6 +91,8 @@ def measure(root: Path, size: Size, captured: bool, bandwidth: float) -> None:
                 figures["step_ms"] / (moved / (0.8 * bandwidth) * 1e3) if bandwidth else None
             )
             append("step", captured=captured, rows=rows, adapters=adapters, **figures)
+    shared = {"rows": max(size.rows), "adapters": 0, "shared_tokens": size.context // 2}
+    append("step", captured=captured, **shared, **steps_of(engine, size, **shared))
     append("step", captured=captured, **_activation(engine, root))
     append("step", captured=captured, **_rotation(engine, size))
     engine.engine.close()
@@ -97,9 +100,16 @@ def measure(root: Path, size: Size, captured: bool, bandwidth: float) -> None:
     torch.cuda.empty_cache()
 
 
-def steps_of(engine: DirectEngine, size: Size, rows: int, adapters: int) -> dict[str, Any]:
-    """Return the figures of a step of `rows` sequences, which use as many adapters."""
-    ops = _start(engine, size, rows, adapters, 8 + 2 * size.steps)
+def steps_of(
+    engine: DirectEngine, size: Size, rows: int, adapters: int, shared_tokens: int = 0
+) -> dict[str, Any]:
+    """Return the figures of a step of `rows` sequences, which use as many adapters.
+
+    shared_tokens: those at their beginnings that all of them have in common.
+    """
+    # While the others' prompts are computed, the row whose blocks they share goes on.
+    tokens = 8 + 2 * size.steps + (rows if shared_tokens else 0)
+    ops = _start(engine, size, rows, adapters, tokens, shared_tokens)
     while engine.token_count < rows:
         engine.step()
     for _ in range(4):
@@ -128,14 +138,20 @@ def steps_of(engine: DirectEngine, size: Size, rows: int, adapters: int) -> dict
     }
 
 
-def _start(engine: DirectEngine, size: Size, rows: int, adapters: int, tokens: int) -> list[int]:
+def _start(
+    engine: DirectEngine, size: Size, rows: int, adapters: int, tokens: int, shared_tokens: int = 0
+) -> list[int]:
     engine.token_count = 0
     ops = []
     for row in range(rows):
         slot = row % adapters if adapters else -1
-        # Different beginnings, so that no keys and values are shared.
-        prompt = tuple((7 * at + 31 * row) % size.vocab for at in range(size.context))
+        # Different beginnings otherwise, so that no keys and values are shared.
+        prompt = tuple(
+            (7 * at + 31 * row * (at >= shared_tokens)) % size.vocab for at in range(size.context)
+        )
         ops.append(engine.generate(f"{time.monotonic_ns()}", prompt, slot + 1, slot, tokens))
+        while shared_tokens and not engine.token_count:
+            engine.step()
     return ops
 
 
@@ -144,7 +160,7 @@ def _activation(engine: DirectEngine, root: Path) -> dict[str, Any]:
     engine.load(ADAPTERS, f"a{ADAPTERS - 1}")
     torch.cuda.synchronize()
     with _timed() as alone:
-        engine.write(ADAPTERS, 0)
+        engine.write(ADAPTERS, SLOTS - 1)
         torch.cuda.synchronize()
     source = torch.zeros(_adapter_bytes(root), dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device="cuda")
