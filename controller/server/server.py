@@ -255,6 +255,9 @@ class Server:
             first_seq = self._inputs.log(group, self._clock.now_ns())
         except LogFull as error:
             self._refuse_group(group, str(error))
+            if not self._pending:
+                # It is tried again until the log has it: that shows when there is space again.
+                self._pending.append(GroupInput(records.TimerFired()))
             return None
         if self._health.error:
             log.info("the log can be written again")
@@ -438,7 +441,11 @@ class Server:
             self._link.send(RequestInventory(0), time.monotonic_ns())
 
     def _refuse_group(self, group: list[GroupInput], why: str) -> None:
-        """Refuse a group that could not be logged; keep the server's own inputs."""
+        """Refuse a group that could not be logged; keep the server's own inputs.
+
+        They come before those that are kept already, which are later: that an input is skipped has
+        to be the next record after it.
+        """
         now = time.monotonic_ns()
         if not self._health.error:
             log.error("the log can't be written; serving reads only", error=why)
@@ -446,10 +453,11 @@ class Server:
             self._log_retry_ns = now + LOG_RETRY_NS
         self._health.on_refused(why, now)
         self._link.forget_unlogged(now)
+        kept: list[GroupInput] = []
         for received in group:
             message = received.message
             if is_preload(message):
-                self._pending.append(received)
+                kept.append(received)
             elif is_own_prefetch(message):
                 # It would come too late.
                 continue
@@ -457,10 +465,8 @@ class Server:
                 self._sessions.refuse_unlogged(message, received.body, why)
             elif isinstance(message, records.ShellInput):
                 # Clients and the engine repeat their inputs; this one would be lost.
-                self._pending.append(received)
-        if not self._pending:
-            # It is tried again until the log has it: that shows when there is space again.
-            self._pending.append(GroupInput(records.TimerFired()))
+                kept.append(received)
+        self._pending = [*kept, *self._pending]
         if self._health.is_lasting(now):
             ended = {g.message.op for g in group if isinstance(g.message, OperationReport)}
             self._sessions.refuse_waiting(why, ended)

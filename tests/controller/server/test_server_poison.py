@@ -4,6 +4,7 @@ The handlers raise after they have changed the state.
 """
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,16 +22,24 @@ from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from loradock.processes.subprocesses import EXIT_LOG
 from tests.support.parallel.processes import LIMITS, ROOT, ControllerProcess
-from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
+from tests.support.simulation.shell_examples import (
+    RawClient,
+    StandInEngine,
+    eventually,
+    logged,
+    set_file_limit,
+)
 
 ENGINE_PID = os.getpid()
 
 FAILING = """
-import pathlib, sys
+import pathlib, resource, sys
 from loradock.controller.core.controller import Controller
 from loradock.controller.server import process
 
 flags = pathlib.Path({flags!r})
+if (full := flags / "disk-full-at").exists():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(full.read_text()), resource.RLIM_INFINITY))
 handle = Controller.handle
 
 def failing_handle(self, message, *rest, **named):
@@ -44,7 +53,10 @@ def failing_handle(self, message, *rest, **named):
 Controller.handle = failing_handle
 sys.exit(process.main())
 """
-"""A controller that fails to handle requests for `poison`, and once what a file is named after."""
+"""A controller that fails to handle requests for `poison`, and once what a file is named after.
+
+It starts on a disk that is full for files of the bytes in the file `disk-full-at`.
+"""
 
 
 class PoisonedController(ControllerProcess):
@@ -162,3 +174,22 @@ def test_an_input_that_was_handled_before_is_not_skipped_at_a_start(
     assert "loradock log skip 2" in process.output()
     process.start()
     assert client.status().epoch
+
+
+def test_that_an_input_is_skipped_is_logged_first_also_after_a_start_on_a_full_disk(
+    directory: Path, process: PoisonedController, client: RawClient
+) -> None:
+    """A crash after any other record would make it an input that was handled."""
+    client.send_request(rq.LoadAdapter(client.new_id(), "a"))
+    eventually(lambda: isinstance(logged(directory)[-1], rq.LoadAdapter), "the request")
+    process.kill()
+    (process.flags / "LoadAdapter").touch()
+    [segment] = (directory / "log").glob("*.log")
+    (process.flags / "disk-full-at").write_text(str(segment.stat().st_size + 10))
+    process.start()
+    assert client.load("b").code is ErrorCode.LOG_UNAVAILABLE
+    set_file_limit(process, resource.RLIM_INFINITY)
+    eventually(lambda: isinstance(logged(directory)[-1], records.ControllerStarted), "the start")
+    before, skipped, _ = logged(directory)[-3:]
+    assert isinstance(before, rq.LoadAdapter)
+    assert isinstance(skipped, records.InputSkipped)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.device import RECORD, install
+from tests.support.device.streams import MEMORY
 from tests.support.device.tensors import simulated_calls
 
 
@@ -26,6 +27,7 @@ class SimulatedDevicePlugin:
         """Fail a test whose operations were reported."""
         # What an earlier test has left, as an engine with its graphs, is not freed in this one.
         gc.collect()
+        MEMORY.sweep()
         RECORD.errors.clear()
         result = yield
         if RECORD.errors:
