@@ -242,11 +242,13 @@ class InputHandler:
 def _was_handled(opened: Log, failed: HandlingFailed) -> bool:
     """Return whether an input is before the log's last group, of which all records have one time.
 
-    Every group is handled, or its inputs are skipped, before the next one is logged.
+    Every group is handled, or its inputs are skipped, before the next one is logged. What skips
+    inputs of the last group is no group: a start can have ended before it has logged all of it.
     """
     last = failed.record
     for _, _, record in read(opened.directory, failed.seq, storage=opened.storage):
-        last = record
+        if not isinstance(record.input, InputSkipped):
+            last = record
     return last.time_ns != failed.record.time_ns
 
 

@@ -19,7 +19,13 @@ from loradock.controller.log.segments import read, verify
 from loradock.controller.log.writer import Log
 from loradock.controller.server.config import ServerConfig
 from loradock.controller.server.event_stream import EventStream
-from loradock.controller.server.inputs import OWN_SKIPS_MAX, GroupInput, InputHandler, recover
+from loradock.controller.server.inputs import (
+    OWN_SKIPS_MAX,
+    DivergedError,
+    GroupInput,
+    InputHandler,
+    recover,
+)
 from loradock.controller.server.snapshot_process import SnapshotProcess
 from loradock.messages.ids import Seq
 from loradock.messages.records import (
@@ -155,6 +161,25 @@ def test_a_crash_before_the_skip_is_logged_ends_in_the_same_state(
     expected, _ = without(directory, limits, [failing_seq])
     assert_same(recovered, expected)
     assert replay(directory, checked=True).digest == recovered.digest()
+
+
+def test_a_crash_among_the_records_that_skip_a_group_leaves_the_others_to_the_next_start(
+    log: Log,
+) -> None:
+    """A start skips two inputs of the last group, and ends before it has logged the second."""
+    requests = [Record(2, LoadAdapter(str(number), f"a{number}")) for number in range(3)]
+    log.append([Record(1, ControllerStarted(1)), *requests], 1)
+    with failing({2: 0, 4: 0}):
+        _, skips = recover_from(log, Limits())
+        assert [skip.seq for skip in skips] == [2, 4]
+        log.append([Record(5, skips[0])], 1)
+        recovered, again = recover_from(log, Limits())
+        assert again == skips[1:]
+        assert [*recovered.world.names] == ["a1"]
+        # Once anything else follows, all inputs before it have been handled.
+        log.append([Record(6, TimerFired())], 1)
+        with pytest.raises(DivergedError, match="a former process has handled it"):
+            recover_from(log, Limits())
 
 
 def recover_from(log: Log, limits: Limits) -> tuple[Controller, list[InputSkipped]]:
