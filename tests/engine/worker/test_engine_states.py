@@ -107,7 +107,8 @@ def test_random_commands_get_one_report_each_and_failures_change_nothing(
     print(f"seed {seed}")
     random = Random(seed)
     generations, outcomes = Counter[int](), Counter[str]()
-    for _ in range(300):
+    # Some seeds draw the rarest success late.
+    while outcomes.total() < 300 or (len(outcomes) < 7 and outcomes.total() < 5000):
         kind, fields = random_command(random, bench, generations)
         before = bench.state()
         report = bench.do(kind, **fields)
