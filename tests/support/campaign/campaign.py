@@ -130,10 +130,13 @@ class _Run:
         moved = before - self._in_slots()
         assert not moved, f"{moved} left their slots for the prefetch of {name}"
 
-    def _in_slots(self) -> set[tuple[int, int, int]]:
-        """Return the adapters in slots, with slot and generation."""
+    def _in_slots(self) -> set[int]:
+        """Return the adapters in slots.
+
+        Their slots and generations change if an engine is lost whose pause began before the probes.
+        """
         adapters = self._simulation.controller.world.adapters.values()
-        return {(a.id, a.slot, a.generation) for a in adapters if a.state == "gpu-slot"}
+        return {adapter.id for adapter in adapters if adapter.state == "gpu-slot"}
 
     def _is_too_large(self, name: str) -> bool:
         limits = self._simulation.limits
