@@ -133,7 +133,7 @@ class _Run:
     def _in_slots(self) -> set[int]:
         """Return the adapters in slots.
 
-        Their slots and generations change if an engine is lost whose pause began before the probes.
+        Their slots and generations change if an engine's end is noticed now, by its silence.
         """
         adapters = self._simulation.controller.world.adapters.values()
         return {adapter.id for adapter in adapters if adapter.state == "gpu-slot"}
