@@ -56,8 +56,8 @@ class SimulatedDisk(MemoryStorage):
 
     @property
     def is_full(self) -> bool:
-        """Whether a write may find no space."""
-        return self._used_bytes() >= self.faults.bytes_max - 1024
+        """Whether a write may find no space: the largest is that of the events' database."""
+        return self._used_bytes() >= self.faults.bytes_max - (1 << 16)
 
     def fill(self) -> None:
         """Leave no space, or space for a part of a record."""
