@@ -11,6 +11,7 @@ import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from benchmarks.figures import Figure, best_seconds, interleave
+from benchmarks.rounds import threads
 from loradock.engine.adapters.in_memory import dummy_adapter
 from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import choose_kernels
@@ -40,12 +41,8 @@ SHAPE: Final[dict[str, Any]] = {
 
 def run() -> Iterator[Figure]:
     """Measure a decode step with one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         yield _hybrid()
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.inference_mode()

@@ -443,8 +443,8 @@ class Server:
     def _refuse_group(self, group: list[GroupInput], why: str) -> None:
         """Refuse a group that could not be logged; keep the server's own inputs.
 
-        They come before those that are kept already, which are later: that an input is skipped has
-        to be the next record after it.
+        They come before those that are kept already. The record that an input is skipped has to be
+        the next one: after any other, the input counts as handled.
         """
         now = time.monotonic_ns()
         if not self._health.error:

@@ -340,6 +340,7 @@ class PackedModel:
     def _run(self, chunks: SequenceOf[PackedChunk]) -> tuple[Tensor, PackedStep]:
         model = self.model
         ends = [*accumulate((len(chunk.tokens) for chunk in chunks), initial=0)]
+        is_decode = ends[-1] == len(chunks)
         kept = [
             token
             for chunk, end in zip(chunks, ends[1:], strict=True)
@@ -358,7 +359,7 @@ class PackedModel:
         if self._table is not None:
             own, places, blocks = self._table.update([chunk.table for chunk in chunks])
             numbers += [ends, [chunk.table.length for chunk in chunks], own]
-            shared = self._shared_numbers(self._table, chunks) if ends[-1] == len(chunks) else []
+            shared = self._shared_numbers(self._table, chunks) if is_decode else []
             # Where nothing is shared, the step may need no parts to be merged.
             numbers += [shared if any(shared[:: 1 + self.shared_rows]) else [], places, blocks]
         tokens, positions, written, kept_rows, *tables = self._inputs.send(
@@ -369,7 +370,6 @@ class PackedModel:
         else:
             self._table.write(*tables[4:])
             longest = max(chunk.end for chunk in chunks)
-            is_decode = ends[-1] == len(chunks)
             step = self._kernel_step(
                 self._kernel, written, tables[:4], longest, is_decode=is_decode
             )

@@ -1,4 +1,7 @@
-"""The stage `step` of `make gpu` runs to its end, on a small model and without running kernels."""
+"""The stage `step` of `make gpu` runs to its end, on a small model.
+
+Kernels are not run, so attention is PyTorch's and no step is captured, also where it is requested.
+"""
 
 import json
 import os

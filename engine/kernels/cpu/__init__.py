@@ -6,7 +6,7 @@ Python loops run over groups, never over rows.
 
 from loradock.engine.kernels.cpu.blocks import BatchTiler
 from loradock.engine.kernels.cpu.experts import CpuExperts, experts_expand_cpu, experts_shrink_cpu
-from loradock.engine.kernels.cpu.linear import CpuLinear
+from loradock.engine.kernels.cpu.linear import CpuProducts
 from loradock.engine.kernels.cpu.scratch import Scratch
 from loradock.engine.kernels.interface import Kernels
 from loradock.engine.kernels.reference import reference_kernels
@@ -15,7 +15,7 @@ from loradock.engine.kernels.reference import reference_kernels
 def cpu_kernels(batch_invariant: bool) -> Kernels:
     """Create kernels with their own scratch memory."""
     tiler, scratch = BatchTiler(batch_invariant), Scratch()
-    products = CpuLinear(tiler, scratch)
+    products = CpuProducts(tiler, scratch)
     kernels = Kernels(
         shrink=products.shrink,
         expand=products.expand,

@@ -50,7 +50,7 @@ class CpuLinearPlan:
                 torch.set_num_threads(threads)
 
 
-class CpuLinear:
+class CpuProducts:
     """`linear`, `shrink`, `expand` and `embedding` for one engine; called by one thread at a time.
 
     Each computes as its reference does.

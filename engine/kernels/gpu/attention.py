@@ -10,8 +10,8 @@ can be captured. If a row's bits must not depend on its batch, parts have a fixe
 counted from the sequence's first one, and all tiles have one size.
 
 In decode steps, tokens that several rows share are read once (Juravsky et al. 2024, "Hydragen"):
-the program of one of these rows attends the queries of all of them to its part of these tokens,
-after its own to what follows them, so that it reads what it would read alone, and the others less.
+the programs of one of these rows attend the queries of all of them to these tokens, and then each
+row's programs attend its own query to what follows. So no program reads more than it would alone.
 """
 
 import math
@@ -46,7 +46,8 @@ HEADS_MAX: Final = 64
 """The most query heads of a tile; more that share a head of keys are divided among programs."""
 
 SHARED_ROWS: Final = 8
-"""The most rows whose queries are attended together to tokens that they share."""
+"""The most rows for which one row reads tokens. Tiles of float32, and of layers in which many query
+heads share keys, have fewer, and then the tokens are read once for each tile."""
 
 SHARED_TOKENS: Final = 256
 """How many tokens fewer must be read so that one more part of each row pays."""

@@ -144,7 +144,7 @@ def test_a_batch_of_fewer_rows_than_the_start_compares_answers_as_alone(
 def test_captured_rows_read_what_they_share_through_one_of_them(bench_of: MakeBench) -> None:
     """Rows that began with the blocks of others join and leave; some have other blocks too."""
     same = tuple(range(3, 3 + 2 * BLOCK_TOKENS))
-    prompts = [(*same[: 16 * (1 + at % 2)], 60 + at, 5) for at in range(6)]
+    prompts = [(*same[: BLOCK_TOKENS * (1 + at % 2)], 60 + at, 5) for at in range(6)]
     requests = [
         (None, prompt, Sampling(max_tokens=7 + 3 * (at % 3))) for at, prompt in enumerate(prompts)
     ]

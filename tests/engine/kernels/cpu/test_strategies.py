@@ -27,7 +27,7 @@ from loradock.engine.kernels.cpu.blocks import (
     tile,
 )
 from loradock.engine.kernels.cpu.dtypes import CONVERTED_MAX, looped_dtype, native_dtype
-from loradock.engine.kernels.cpu.linear import CpuLinear
+from loradock.engine.kernels.cpu.linear import CpuProducts
 from loradock.engine.kernels.cpu.looped import Looped
 from loradock.engine.kernels.cpu.scratch import Scratch
 from loradock.engine.kernels.directory import SlotDirectory
@@ -279,7 +279,7 @@ def test_memory_depends_on_the_rank_and_not_on_tokens_times_outputs() -> None:
     ]:
         case = make_case(Shape(width, (width,), 40, (rank,), 0.0), rows, torch.float32, 1)
         groups = case.groups
-        products = CpuLinear(BatchTiler(batch_invariant=False), Scratch())
+        products = CpuProducts(BatchTiler(batch_invariant=False), Scratch())
         with LargestResult(case.x, case.y, case.slices.directory.data) as largest:
             products.linear(case.y, case.x, case.slices, groups, 1.0)
         assert 0 < largest.numbers <= max(bound, tokens)
