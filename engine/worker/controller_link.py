@@ -72,7 +72,12 @@ class ControllerLink:
         self._refused_epoch: Epoch | None = None
 
     def accept(self, frame: DecodedFrame[Command]) -> bool:
-        """Record a command's number; False for a command of an earlier epoch."""
+        """Record a command's number; False for a command that must not be executed.
+
+        One of an earlier epoch must not, nor one that arrives after a later one: commands mean the
+        state that those before them have led to. The gap has asked for the inventory, by which the
+        controller finds what was lost.
+        """
         if frame.epoch < self.epoch:
             self._refuse(frame.epoch)
             return False
@@ -88,6 +93,8 @@ class ControllerLink:
                 expected = self._command_seq + 1
             case _:
                 expected = self._command_seq + 1
+                if frame.seq < expected:
+                    return False
         if frame.seq > expected:
             self.needs_sync = True
         self._command_seq = max(self._command_seq, frame.seq)

@@ -44,8 +44,10 @@ def attached(epoch: int = 3, seq: int = 5) -> ControllerLink:
         (3, 6, BEAT, True, True),
         (3, 6, INVENTORY_REQUEST, True, True),
         (3, 9, INVENTORY_REQUEST, True, True),
-        # A repeated command is no gap; its `op` keeps it from being executed again.
-        (3, 5, DROP, True, False),
+        # A command that is repeated or late is no gap.
+        (3, 5, DROP, False, False),
+        (3, 4, RESEND, False, False),
+        (3, 4, INVENTORY_REQUEST, True, True),
         (3, 4, BEAT, True, False),
         # Another epoch counts from 1 again.
         (4, 1, DROP, True, False),
@@ -66,6 +68,20 @@ def test_a_frame_is_accepted_and_may_need_a_sync(
     assert link.accept(DecodedFrame(epoch, seq, message)) is accepted
     assert link.needs_sync is needs_sync
     assert link.epoch == max(epoch, 3)
+
+
+@given(st.permutations(range(1, 9)), st.lists(st.integers(0, 8), max_size=4), st.integers(1, 8))
+def test_commands_are_executed_in_the_order_in_which_they_were_sent(
+    order: list[int], lost: list[int], repeated: int
+) -> None:
+    link = attached(seq=0)
+    arriving = [number for number in order if number not in lost]
+    executed = []
+    for number in [*arriving, repeated]:
+        if link.accept(DecodedFrame(3, number, DROP)):
+            executed.append(number)
+    assert executed == sorted(set(executed))
+    assert link.needs_sync is (executed != list(range(1, len(executed) + 1)))
 
 
 def test_a_gap_is_reported_once() -> None:
