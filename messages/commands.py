@@ -153,17 +153,6 @@ class StopGeneration(_Command, frozen=True):
     target: OpId
 
 
-class ResumeGeneration(_Command, frozen=True):
-    """Continue the suspended generation of operation `target` with its adapter in this slot.
-
-    An engine does so when the slot is written; this is for what it did not know then.
-    """
-
-    target: OpId
-    slot: Slot
-    generation: Generation
-
-
 class ResendTokens(Message, frozen=True):
     """Send an output again from its first token or vector, running or recently ended."""
 
@@ -200,6 +189,4 @@ Operation = (
     | SetMapping
     | StartInference
 )
-Command = (
-    Operation | StopGeneration | ResumeGeneration | ResendTokens | RequestInventory | ControllerBeat
-)
+Command = Operation | StopGeneration | ResendTokens | RequestInventory | ControllerBeat

@@ -127,7 +127,7 @@ class EngineInventory(Message, frozen=True):
     received; `running` are those without a report yet. `answers` is the number of the
     `RequestInventory` frame that it answers: only then does it cover every earlier command. 0: the
     engine introduces itself or saw a gap, and expects a `RequestInventory`. `dtype` is the base
-    model's. `suspended`: the operations of `running` that wait for a `ResumeGeneration`.
+    model's. `suspended`: the operations of `running` whose adapter has left its slot.
     """
 
     engine_id: str

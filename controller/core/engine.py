@@ -147,7 +147,6 @@ def on_inventory(context: Context, inventory: EngineInventory) -> None:
             # The engine has not received it; if both copies arrive, it ignores the second.
             context.actions.append(SendCommand(operation.command))
     _resend_stops(context)
-    _resend_resumptions(context, inventory)
     _reconcile_all(context)
 
 
@@ -235,18 +234,6 @@ def _resend_stops(context: Context) -> None:
         if pending.stopping and pending.op:
             stop = commands.StopGeneration(context.next_op(), pending.op)
             context.actions.append(SendCommand(stop))
-
-
-def _resend_resumptions(context: Context, inventory: EngineInventory) -> None:
-    world = context.world
-    for op in inventory.suspended:
-        operation = world.operations.get(op)
-        request_id = "" if operation is None else operation.request_id
-        pending = world.pending_requests.get(request_id)
-        for adapter_id in () if pending is None else pending.adapters:
-            adapter = world.adapters[adapter_id]
-            if pending is not None and request_id not in adapter.waiters:
-                waiting.order_resumption(context, adapter, pending)
 
 
 def _reconcile_all(context: Context) -> None:

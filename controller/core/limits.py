@@ -17,7 +17,7 @@ from loradock.messages.engine_options import (
 )
 from loradock.messages.options import option
 
-RULES = 6
+RULES = 7
 """The number of the core's rules, the only ones that logs are replayed by. A change of what
 `handle` decides, or of a refusal's text (which is part of the digest), needs a new number."""
 

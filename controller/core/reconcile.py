@@ -182,7 +182,9 @@ def _serve(
         _confirm_batch(context, request_id, pending)
     elif pending.kind in INFERENCE:
         if context.world.engine_ready and pending.op:
-            _resume(context, adapter, request_id, pending)
+            # The engine has continued it since the slot was written.
+            waiting.lease(context, adapter)
+            waiting.end_suspension(context, adapter, request_id)
         elif context.world.engine_ready:
             _start_inference(context, request_id, pending, adapter)
             # Afterwards: the last request of a removed version lowers its goal.
@@ -191,14 +193,6 @@ def _serve(
         waiting.end_waiting(context, adapter, request_id, pending)
         waiting.answer_granted(context, adapter, request_id, pending.kind)
         del context.world.pending_requests[request_id]
-
-
-def _resume(
-    context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
-) -> None:
-    waiting.lease(context, adapter)
-    waiting.end_suspension(context, adapter, request_id)
-    waiting.order_resumption(context, adapter, pending)
 
 
 def _start_inference(

@@ -326,14 +326,6 @@ def wait_since_now(context: Context, adapter: Adapter) -> None:
     context.mark_changed(adapter)
 
 
-def order_resumption(context: Context, adapter: Adapter, pending: PendingRequest) -> None:
-    """Order the engine to continue a generation in the adapter's slot; harmless if it does."""
-    command = commands.ResumeGeneration(
-        context.next_op(), pending.op, adapter.slot, adapter.generation
-    )
-    context.actions.append(SendCommand(command))
-
-
 def adapter_done(
     request_id: RequestId, adapter: Adapter, warnings: Warnings = ()
 ) -> requests.AdapterDone:

@@ -120,7 +120,6 @@ class InProcessEngine:
                 commands.StartGeneration()
                 | commands.StartPooling()
                 | commands.StopGeneration()
-                | commands.ResumeGeneration()
                 | commands.ResendTokens()
                 | commands.ControllerBeat()
             ):

@@ -40,7 +40,7 @@ from loradock.engine.serving.queue import (
     other_task,
     owner_of,
 )
-from loradock.messages.commands import ResumeGeneration, StartInference, StartPooling
+from loradock.messages.commands import StartInference, StartPooling
 from loradock.messages.ids import OpId, RequestId, Slot
 from loradock.messages.prompts import TextPrompt, Truncation
 from loradock.messages.reports import OperationFailed, PoolingEnded, Report
@@ -246,9 +246,6 @@ class PoolingScheduler:
 
     def leave(self, slot: Slot, slot_version: int) -> None:
         """Do nothing: requests whose adapter left its slot fail at the next step (L007)."""
-
-    def resume(self, command: ResumeGeneration) -> None:
-        """Do nothing: no request is suspended."""
 
     def resend(self, request_id: RequestId) -> None:
         """Send the vectors of a recently ended request again, if they are known."""

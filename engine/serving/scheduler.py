@@ -36,7 +36,6 @@ from loradock.engine.serving.sequence import Sequence
 from loradock.engine.serving.startup import choose_batch
 from loradock.messages.commands import (
     PreemptSlot,
-    ResumeGeneration,
     StartGeneration,
     StartInference,
 )
@@ -187,15 +186,6 @@ class GenerationScheduler:
         """
         self.leave(slot, slot_version)
         self._stop_computing(self._generations.using(slot, slot_version))
-
-    def resume(self, command: ResumeGeneration) -> None:
-        """Continue a generation in a slot; do nothing for one that is not suspended.
-
-        Those of one adapter wait in the order of these calls, so the oldest is to be the first.
-        """
-        found = self._generations.suspended.get(command.target)
-        if found is not None:
-            self._resume(found, command.slot, command.generation)
 
     def resend(self, request_id: RequestId) -> None:
         """Send running or recent outputs again from their first tokens, if they are known."""

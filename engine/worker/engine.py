@@ -38,7 +38,7 @@ from loradock.messages import commands, reports
 from loradock.messages.ids import AdapterId, OpId
 from loradock.messages.views import Batching, EngineStatistics
 
-_Executable = commands.Operation | commands.StopGeneration | commands.ResumeGeneration
+_Executable = commands.Operation | commands.StopGeneration
 REASON_CHARACTERS_MAX: Final = 400
 """The most characters of a reason that each heartbeat repeats; the log has all of it."""
 
@@ -223,8 +223,6 @@ class Engine:
                 self._start_inference(command)
             case commands.StopGeneration():
                 self._inference.stop(command.target)
-            case commands.ResumeGeneration():
-                self._inference.resume(command)
             case commands.PreemptSlot():
                 self._turns.add(command)
             case _:

@@ -200,10 +200,6 @@ class _Engine:
         if command.target in self._generations:
             self._end(self._generations[command.target], "cancelled")
 
-    def _order_resumption(self, command: commands.ResumeGeneration) -> None:
-        if command.target in self._generations:
-            self._resume(self._generations[command.target])
-
     def _preempt(self, command: commands.PreemptSlot) -> None:
         adapter = self._adapters[self._slots[command.slot]]
         adapter.preemption = command
@@ -363,7 +359,6 @@ _BEGIN: Final[dict[type, Callable[[_Engine, Any], None]]] = {
     commands.StartGeneration: _Engine._start,
     commands.StartPooling: _Engine._pool,
     commands.StopGeneration: _Engine._stop,
-    commands.ResumeGeneration: _Engine._order_resumption,
 }
 
 

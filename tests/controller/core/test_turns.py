@@ -449,28 +449,6 @@ def change(bench: CoreBench, tokens: int) -> None:
     bench.settle()
 
 
-def test_a_resumption_that_is_lost_is_ordered_again() -> None:
-    bench = bench_of(slots=1)
-    first, second = bench.generate("a"), bench.generate("b")
-    bench.end_turns()
-    assert suspended(bench) == {first}
-    assert bench.engine is not None
-    bench.engine.complete(bench.world.pending_requests[second].op)
-    while not any(isinstance(one, commands.ResumeGeneration) for one in bench.channel):
-        bench.transmit(len(bench.channel))
-        bench.complete_moves()
-        bench.deliver(100)
-    bench.channel.clear()
-    assert not bench.adapter("a").waiters
-    # Engines of earlier versions continue a generation only by order, not once its slot is written.
-    bench.engine.running[bench.world.pending_requests[first].op].suspended = True
-    bench.cut_link(0)
-    bench.settle()
-    assert suspended(bench) == set()
-    bench.end_generation(first)
-    assert isinstance(bench.reply(first), requests.GenerationDone)
-
-
 def test_a_request_runs_until_its_adapter_left_the_slot_whatever_the_engine_last_said() -> None:
     """A batch is reported before a turn ends, so what it says of suspended requests may be old."""
     bench = bench_of()

@@ -180,8 +180,8 @@ def test_an_adapter_that_replaces_another_in_its_slot_is_the_one_that_is_used(
     target = bench.model.adapter_target(bench.lora_config)
     for generation, name in enumerate(names, 2):
         loaded = read_adapter(name, [adapter_root], target)
-        bench.blob = stage(loaded.model, bench.model.shapes, torch.float32)
         fields = {"adapter_id": 10 * generation, "generation": generation}
+        bench.blobs[10 * generation] = stage(loaded.model, bench.model.shapes, torch.float32)
         bench.arena.reset(0, generation - 1)
         bench.write(0, **fields)
         ops += [bench.start(NAMES[0], prompt, sampling, **fields) for prompt in PROMPTS]

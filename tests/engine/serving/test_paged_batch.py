@@ -26,7 +26,6 @@ from loradock.engine.residency.staging import stage
 from loradock.engine.serving.blocks import BLOCK_TOKENS, BlockPool, BlockTable, blocks_around
 from loradock.engine.serving.padded_batch import PaddedBatch
 from loradock.engine.serving.paged_batch import PagedBatch, PagedSequence
-from loradock.messages.commands import ResumeGeneration
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import Sampling
 from loradock.messages.reports import OperationFailed
@@ -152,7 +151,7 @@ def test_a_prefix_is_computed_once_per_version(
             outputs.append(bench.alone(*request))
             counts.append(prompt_tokens(passes))
         bench.arena.reset(0, 1)
-        bench.blob = blob
+        bench.blobs[1] = blob
         bench.write(0, 1, 2)
         op = bench.start(*requests[2], generation=2)
         bench.run()
@@ -505,7 +504,7 @@ def test_a_suspended_row_keeps_its_window_or_is_computed_again(
             bench.start(None, LONGER[start:], Sampling(max_tokens=9))
         bench.run()
         assert any(row.table.blocks for row in bench.batch._suspended.values()) == (others == 1)
-        bench.scheduler.resume(ResumeGeneration(99, op, 0, 1))
+        bench.write_again(0)
         bench.run()
         assert bench.output(op)[0] == generate(NAMES[0], LONGER, 60)
 

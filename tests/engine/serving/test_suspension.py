@@ -22,14 +22,12 @@ from loradock.engine.serving.padded_batch import PaddedBatch, PrefillBatch
 from loradock.engine.serving.paged_batch import PagedBatch
 from loradock.engine.serving.paged_cache import PagedKVCache
 from loradock.engine.serving.queue import SlotTable
-from loradock.messages.commands import ResumeGeneration
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import Sampling, Structure
 from loradock.messages.reports import GenerationEnded, OperationFailed
 from loradock.messages.requests import TokensStreamed
 from tests.support.engine.block_memory import check_pool
 from tests.support.engine.generation_bench import NAMES, PROMPTS, SchedulerDriver
-from tests.support.engine.image_bench import NAMES as IMAGE_NAMES
 from tests.support.engine.image_bench import ImageBench, PeftReference, PromptRow
 from tests.support.engine.slot_turns import Rotation
 from tests.support.models.causal_configs import build_model
@@ -172,7 +170,8 @@ def test_a_suspended_generation_that_is_stopped_ends_and_frees_its_memory(
     assert isinstance(end, GenerationEnded)
     assert (end.finish_reason, end.output_tokens) == ("cancelled", len(bench.output(op)[0]))
     assert (bench.scheduler.suspended, bench.scheduler.kv_use.size_bytes) == ([], 0)
-    bench.scheduler.resume(ResumeGeneration(99, op, 0, 1))
+    bench.write_again(0)
+    bench.scheduler.collect()
     assert bench.scheduler.is_idle
 
 
@@ -183,9 +182,9 @@ def test_a_resumed_generation_whose_slot_is_lost_fails_and_frees_its_memory(
     op = bench.start(NAMES[0], PROMPTS[1], Sampling(max_tokens=50))
     bench.run(steps=4)
     bench.scheduler.suspend(0, 1)
-    bench.scheduler.resume(ResumeGeneration(99, op, 0, 1))
-    bench.arena.reset(0, 1)
-    bench.residents[0] = None
+    bench.write_again(0)
+    bench.run(steps=1)
+    bench.leave(0, 2)
     bench.run()
     assert isinstance(bench.end(op), OperationFailed)
     assert bench.scheduler.kv_use.size_bytes == 0
@@ -201,8 +200,7 @@ def test_the_oldest_of_an_adapters_generations_continues_first(
     ops = [bench.start(NAMES[0], PROMPTS[1], Sampling(max_tokens=50)) for _ in range(3)]
     bench.run(steps=4)
     bench.scheduler.suspend(0, 1)
-    for op in ops:
-        bench.scheduler.resume(ResumeGeneration(99, op, 0, 1))
+    bench.write_again(0)
     for op in ops:
         bench.run(steps=1)
         assert bench.scheduler.running == [op]
@@ -427,13 +425,10 @@ IMAGE_ROWS = (
 )
 
 
-def run_in_moving_slots(
-    driver: SchedulerDriver, arena: Arena, blobs: Mapping[int, Blob], adapters: Mapping[int, int]
-) -> int:
+def run_in_moving_slots(driver: SchedulerDriver, arena: Arena, blobs: Mapping[int, Blob]) -> int:
     """Run all generations to their ends; return how often one was suspended.
 
     Every few steps all adapters leave their slots and then enter others. `blobs`: by adapter id.
-    `adapters`: the adapter id of each operation.
     """
     scheduler, residents = driver.scheduler, driver.scheduler._slots.residents
     # Otherwise a row that continues from another one's states could be computed again.
@@ -458,8 +453,6 @@ def run_in_moving_slots(
             arena.begin_write(slot, generation, blob)
             arena.finish_write(slot)
             residents[slot], places[adapter_id] = adapter_id, (slot, generation)
-        for op in scheduler.suspended:
-            scheduler.resume(ResumeGeneration(900 + op, op, *places[adapters[op]]))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -482,8 +475,7 @@ def test_rows_with_states_are_suspended_with_them(model_type: str, tmp_path: Pat
     rows = [(names[row % len(names)], prompt_of(row, length)) for row, length in enumerate(LENGTHS)]
     sampling = Sampling(max_tokens=STEPS, ignore_eos=True)
     ops = {driver.start(*row, sampling): row for row in rows}
-    adapters = {op: names.index(name) for op, (name, _) in ops.items()}
-    assert run_in_moving_slots(driver, arena, blobs, adapters) > 2 * len(rows)
+    assert run_in_moving_slots(driver, arena, blobs) > 2 * len(rows)
     for op, row in ops.items():
         assert driver.output(op)[0] == reference.generate(*row)[1], row
     assert driver.scheduler.kv_use.size_bytes == 0
@@ -495,17 +487,11 @@ def test_prompts_with_images_are_suspended_and_not_read_again(
     kind: str, is_paged: bool, tmp_path: Path
 ) -> None:
     reference, bench = PeftReference(kind, tmp_path), ImageBench(kind, tmp_path)
-    blobs = {}
-    for number, name in enumerate(IMAGE_NAMES):
-        target = bench.model.adapter_target(bench.config)
-        loaded = read_adapter(name, [tmp_path / "adapters"], target)
-        blobs[number + 1] = stage(loaded.model, bench.model.shapes, torch.float32)
     driver = bench.driver(max_num_seqs=8, paged_attention=is_paged)
     sampling = Sampling(max_tokens=24)
     ops = {driver.start(row.adapter, bench.prompt(row), sampling): row for row in IMAGE_ROWS}
-    ids = {None: 0, **{name: number + 1 for number, name in enumerate(IMAGE_NAMES)}}
-    adapters = {op: ids[row.adapter] for op, row in ops.items()}
-    assert run_in_moving_slots(driver, bench.arena, blobs, adapters) > len(IMAGE_ROWS)
+    blobs = dict(enumerate(bench.blobs, 1))
+    assert run_in_moving_slots(driver, bench.arena, blobs) > len(IMAGE_ROWS)
     assert driver.scheduler.kv_use.layout == ("paged" if is_paged else "padded")
     for op, row in ops.items():
         assert driver.output(op)[0] == reference.greedy(row, 24), row.text
@@ -517,6 +503,7 @@ def test_a_prompt_with_images_takes_the_blocks_of_suspended_sequences(tmp_path: 
     reference, bench = PeftReference("llava", tmp_path), ImageBench("llava", tmp_path)
     driver = bench.driver(max_num_seqs=1)
     tokens = tuple(range(50, 250))
+    alone = bench.driver(max_num_seqs=1).alone("one", tokens, Sampling(max_tokens=9))
     suspended = driver.start("one", tokens, Sampling(max_tokens=9))
     driver.run(steps=5)
     driver.scheduler.suspend(0, 1)
@@ -525,9 +512,9 @@ def test_a_prompt_with_images_takes_the_blocks_of_suspended_sequences(tmp_path: 
     op = driver.start(row.adapter, bench.prompt(row), Sampling(max_tokens=100))
     driver.run()
     assert driver.output(op)[0] == reference.greedy(row, 100)
-    driver.scheduler.resume(ResumeGeneration(99, suspended, 0, 1))
+    bench.write_again(0)
     driver.run()
-    assert driver.output(suspended)[0] == driver.alone("one", tokens, Sampling(max_tokens=9))[0]
+    assert driver.output(suspended) == alone
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])
@@ -543,10 +530,11 @@ def test_a_suspended_prompt_with_images_loses_its_blocks_and_continues(
     op = driver.start("one", tokens, Sampling(max_tokens=9))
     if is_resumed:
         driver.run(steps=3)
-        driver.scheduler.resume(ResumeGeneration(99, suspended, 1, 1))
+        bench.write_again(1)
     driver.run()
-    driver.scheduler.resume(ResumeGeneration(99, suspended, 1, 1))
-    driver.run()
+    if not is_resumed:
+        bench.write_again(1)
+        driver.run()
     assert driver.output(suspended)[0] == reference.greedy(row, 100)
     assert driver.output(op)[0] == driver.alone("one", tokens, Sampling(max_tokens=9))[0]
     assert driver.scheduler.kv_use.size_bytes == 0
@@ -580,7 +568,7 @@ def test_a_suspended_prompt_with_images_fails_alone_where_memory_lacks(
     driver.scheduler.suspend(1, 1)
     op = driver.start("one", tokens, Sampling(max_tokens=9))
     driver.run()
-    driver.scheduler.resume(ResumeGeneration(99, suspended, 1, 1))
+    bench.write_again(1)
     driver.run()
     failed = driver.end(suspended)
     assert isinstance(failed, OperationFailed)

@@ -72,7 +72,6 @@ def test_generations_are_computed_until_another_adapter_is_copied(bench: EngineB
 
 
 def test_a_suspended_generation_continues_when_its_slot_is_written(bench: EngineBench) -> None:
-    """Not when the controller has answered the report of it, and the answer changes nothing."""
     first = bench.generate(1, 0, 1, max_tokens=40)
     tokens_until(bench, preempt(bench), first)
     bench.do(commands.WriteSlot, adapter_id=2, slot=0, generation=2)
@@ -84,7 +83,6 @@ def test_a_suspended_generation_continues_when_its_slot_is_written(bench: Engine
     step(bench)
     assert bench.engine.inventory().suspended == ()
     assert len(bench.tokens(first)) > before
-    bench.submit(commands.ResumeGeneration, target=first, slot=1, generation=3)
     bench.wait(first)
     alone = bench.generate(1, 1, 3, max_tokens=40)
     bench.wait(alone)

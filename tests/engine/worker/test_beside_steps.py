@@ -41,7 +41,6 @@ FIELDS = {
         "task": "embed",
     },
     cm.StopGeneration: {"target": 1},
-    cm.ResumeGeneration: {"target": 1, "slot": 0, "generation": 1},
 }
 BESIDE = {cm.CheckAdapter, cm.LoadWeights, cm.StageWeights, cm.UnstageWeights, cm.DropWeights}
 
@@ -67,7 +66,7 @@ class Beside:
 
 
 def test_commands_of_slots_and_sequences_wait_for_the_end_of_a_step(bench: EngineBench) -> None:
-    assert FIELDS.keys() == set(get_args(cm.Operation | cm.StopGeneration | cm.ResumeGeneration))
+    assert FIELDS.keys() == set(get_args(cm.Operation | cm.StopGeneration))
     beside = Beside(bench)
     assert {kind for kind, fields in FIELDS.items() if beside.submit(kind, **fields)} == BESIDE
     bench.promote(2, "mlp", PINNED)

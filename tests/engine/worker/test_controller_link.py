@@ -76,10 +76,8 @@ def test_commands_are_executed_in_the_order_in_which_they_were_sent(
 ) -> None:
     link = attached(seq=0)
     arriving = [number for number in order if number not in lost]
-    executed = []
-    for number in [*arriving, repeated]:
-        if link.accept(DecodedFrame(3, number, DROP)):
-            executed.append(number)
+    frames = [DecodedFrame(3, number, DROP) for number in (*arriving, repeated)]
+    executed = [frame.seq for frame in frames if link.accept(frame)]
     assert executed == sorted(set(executed))
     assert link.needs_sync is (executed != list(range(1, len(executed) + 1)))
 

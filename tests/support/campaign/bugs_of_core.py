@@ -5,11 +5,9 @@ from functools import partial
 from typing import Any
 
 from loradock.controller.core import capacity, deadlines, engine, requests, versions, waiting
-from loradock.controller.core.actions import SendCommand
 from loradock.controller.core.answers import AnswerWindows
 from loradock.controller.core.context import Context
 from loradock.controller.core.world import PREFETCH_PRIORITY
-from loradock.messages import commands
 from loradock.messages.ids import GPU_SLOT
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
@@ -129,14 +127,3 @@ def waiting_inference_refused_for_removal() -> Replacement:
 def removed_before_its_requests() -> Replacement:
     """A removed adapter keeps its name and does not serve what waits for it."""
     return versions, "retire", nothing
-
-
-@bug
-def resumed_in_stale_generation() -> Replacement:
-    def order_resumption(context: Any, adapter: Any, pending: Any) -> None:
-        op = context.next_op()
-        place = (adapter.slot, adapter.generation - 1)
-        command = commands.ResumeGeneration(op, pending.op, *place)
-        context.actions.append(SendCommand(command))
-
-    return waiting, "order_resumption", order_resumption

@@ -121,7 +121,7 @@ class ModelledEngine:
         # Only the real record of executed operations decides; the model would ignore a repetition.
         self.model.seen.discard(command.op)
         self.model.receive(command)
-        if isinstance(command, commands.StopGeneration | commands.ResumeGeneration):
+        if isinstance(command, commands.StopGeneration):
             return
         if isinstance(command, commands.StartInference):
             self._begin_inference(command)

@@ -13,7 +13,7 @@ from loradock.engine.jobs import InlineJobs, Jobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.punica import PunicaWrapper
-from loradock.engine.residency.staging import stage
+from loradock.engine.residency.staging import Blob, stage
 from loradock.engine.serving.paged_batch import PagedBatch
 from loradock.engine.serving.queue import SlotTable
 from loradock.engine.serving.scheduler import GenerationScheduler
@@ -146,7 +146,7 @@ class SchedulerDriver:
 
 
 class GenerationBench(SchedulerDriver):
-    """A text model with the example adapters."""
+    """A text model with the example adapters; `blobs`: what is written into slots, by id."""
 
     def __init__(
         self, model: CausalModel, root: Path, config: EngineConfig, **lora_fields: object
@@ -159,13 +159,24 @@ class GenerationBench(SchedulerDriver):
         self.residents: list[int | None] = [None] * len(NAMES)
         slots = SlotTable(self.arena, self.residents)
         super().__init__(model, punica, slots, config, NAMES, InlineJobs())
+        self.blobs: dict[int, Blob] = {}
         for slot, name in enumerate(NAMES):
             loaded = read_adapter(name, [root], model.adapter_target(self.lora_config))
-            self.blob = stage(loaded.model, model.shapes, torch.float32)
+            self.blobs[slot + 1] = stage(loaded.model, model.shapes, torch.float32)
             self.write(slot, slot + 1, 1)
 
     def write(self, slot: int, adapter_id: int, generation: int) -> None:
-        """Write the last staged blob into a slot."""
-        self.arena.begin_write(slot, generation, self.blob)
+        """Write an adapter into a slot."""
+        self.arena.begin_write(slot, generation, self.blobs[adapter_id])
         self.arena.finish_write(slot)
         self.residents[slot] = adapter_id
+
+    def leave(self, slot: int, generation: int) -> None:
+        """Clear a slot."""
+        self.arena.reset(slot, generation)
+        self.residents[slot] = None
+
+    def write_again(self, slot: int) -> None:
+        """Let the adapter that is in a slot since the start leave it and enter it again."""
+        self.leave(slot, 1)
+        self.write(slot, slot + 1, 2)

@@ -26,7 +26,7 @@ from loradock.engine.models.loading import load_model
 from loradock.engine.models.tokenization import prompt_tokens
 from loradock.engine.parallel import SINGLE, ParallelGroup
 from loradock.engine.punica import LoRAMapping
-from loradock.engine.residency.staging import stage
+from loradock.engine.residency.staging import Blob, stage
 from loradock.engine.serving.queue import SlotTable
 from loradock.messages.ids import OpId
 from loradock.messages.prompts import Prompt
@@ -142,10 +142,20 @@ class ImageBench:
         assert isinstance(model, CausalModel)
         self.model = model
         self.arena, self.punica, self.config = bind_lora(model, config, 1 << 20)
+        self.blobs: list[Blob] = []
         for slot, name in enumerate(NAMES):
             loaded = read_adapter(name, [directory / "adapters"], model.adapter_target(self.config))
-            self.arena.begin_write(slot, 1, stage(loaded.model, model.shapes, torch.float32))
-            self.arena.finish_write(slot)
+            self.blobs.append(stage(loaded.model, model.shapes, torch.float32))
+            self._write(slot, 1)
+
+    def _write(self, slot: int, generation: int) -> None:
+        self.arena.begin_write(slot, generation, self.blobs[slot])
+        self.arena.finish_write(slot)
+
+    def write_again(self, slot: int) -> None:
+        """Let the adapter of a slot leave it and enter it again."""
+        self.arena.reset(slot, 1)
+        self._write(slot, 2)
 
     def read(self, row: PromptRow) -> ProcessedPrompt:
         assert self.model.prompt_reader is not None, self.model.no_images_reason

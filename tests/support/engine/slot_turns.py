@@ -5,13 +5,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.residency.staging import Blob, stage
-from loradock.messages.commands import ResumeGeneration
 from loradock.messages.prompts import Sampling
 from loradock.messages.reports import GenerationEnded, OperationFailed
 from loradock.messages.requests import TokensStreamed
@@ -29,12 +24,8 @@ class Rotation(GenerationBench):
 
     def __init__(self, model: CausalModel, root: Path, config: EngineConfig) -> None:
         super().__init__(model, root, config)
-        target = model.adapter_target(self.lora_config)
-        self.blobs: dict[int, Blob] = {}
-        for number, name in enumerate(NAMES):
-            loaded = read_adapter(name, [root], target)
-            self.blobs[number + 1] = stage(loaded.model, model.shapes, torch.float32)
-            self.reset(number, 1)
+        for slot in range(len(NAMES)):
+            self.leave(slot, 1)
         self.suspensions = 0
         self.patience, self.turn_tokens = sys.maxsize, 1
         # Calls of `rotate` since each slot was entered.
@@ -44,10 +35,6 @@ class Rotation(GenerationBench):
         self._waiting: deque[int] = deque()
         self._requests: dict[int, list[tuple[int, Any]]] = {}
         self._started: set[int] = set()
-
-    def reset(self, slot: int, generation: int) -> None:
-        self.arena.reset(slot, generation)
-        self.residents[slot] = None
 
     def want(self, number: int, name: str | None, prompt: Any, sampling: Sampling) -> None:
         """Request a generation, which begins when its adapter is in a slot."""
@@ -71,7 +58,7 @@ class Rotation(GenerationBench):
                 before = len(self.scheduler.suspended)
                 self.scheduler.suspend(slot, generation)
                 self.suspensions += len(self.scheduler.suspended) - before
-                self.reset(slot, generation)
+                self.leave(slot, generation)
                 if self._unfinished(adapter_id):
                     self._waiting.append(adapter_id)
             self._enter(slot, self._waiting.popleft())
@@ -79,14 +66,10 @@ class Rotation(GenerationBench):
     def _enter(self, slot: int, adapter_id: int) -> None:
         self._generation += 1
         self._ages[slot] = 0
-        self.blob = self.blobs[adapter_id]
         self.write(slot, adapter_id, self._generation)
         self._in_slots[slot] = (adapter_id, self._generation)
         for number, request in self._unfinished(adapter_id):
-            if number in self._started:
-                resume = ResumeGeneration(900 + number, number, slot, self._generation)
-                self.scheduler.resume(resume)
-            else:
+            if number not in self._started:
                 self._begin(number, slot, self._generation, request)
 
     def _begin(self, number: int, slot: int, generation: int, request: Any) -> None:

@@ -62,9 +62,6 @@ class SimulatedEngine:
             if target is not None:
                 target.stopped = True
             return
-        if isinstance(command, commands.ResumeGeneration):
-            self._resume(command)
-            return
         operation, before = RunningOperation(command), self.usage()
         _BEGIN[type(command)](self, command, operation)
         self.running[command.op] = operation
@@ -88,7 +85,8 @@ class SimulatedEngine:
     def completable(self) -> list[int]:
         """Return the operations that may end next; on the device, only the oldest one may.
 
-        A suspended generation may end only by order, or while its slot has no other adapter yet.
+        A suspended generation may end only if it is stopped, or while no other adapter is in its
+        slot yet.
         """
         running = self.running.items()
         device = [op for op, work in running if isinstance(work.command, _ON_DEVICE)]
@@ -175,25 +173,6 @@ class SimulatedEngine:
                 is_generation = isinstance(other.command, commands.StartGeneration)
                 assert is_generation, f"{command} under {other.command}"
 
-    def _resume(self, command: commands.ResumeGeneration) -> None:
-        """Continue a generation in a slot; one that runs there continues anyway."""
-        operation = self.running.get(command.target)
-        if operation is None:
-            return
-        adapter = self.in_slot(command.slot, command.generation)
-        started = operation.command
-        assert adapter.adapter_id == started.adapter_id, f"{command} of {started} meets {adapter}"
-        assert adapter.content == operation.content, f"{command} of {started} on other content"
-        self._require_free(adapter.adapter_id)
-        place = (started.slot, started.generation)
-        is_there = place == (command.slot, command.generation)
-        assert operation.suspended or is_there, f"{command}, but it runs in {place}"
-        self._continue(operation, command.slot, command.generation)
-
-    def _continue(self, operation: RunningOperation, slot: int, generation: int) -> None:
-        operation.suspended = False
-        operation.command = structs.replace(operation.command, slot=slot, generation=generation)
-
     def _begin_mapping(self, command: commands.SetMapping, operation: RunningOperation) -> None:
         for ref in command.active:
             self._require_free(self.in_slot(ref.slot, ref.generation).adapter_id)
@@ -265,7 +244,8 @@ class SimulatedEngine:
         adapter.state, adapter.slot, adapter.generation = GPU_SLOT, command.slot, command.generation
         for other in self.running.values():
             if other.suspended and other.command.adapter_id == command.adapter_id:
-                self._continue(other, command.slot, command.generation)
+                place = {"slot": command.slot, "generation": command.generation}
+                other.command, other.suspended = structs.replace(other.command, **place), False
         return reports.SlotWritten(command.op)
 
     def _end_reset(self, command: Any, operation: RunningOperation) -> Any:

@@ -239,7 +239,6 @@ EXAMPLES: dict[type, Any] = {
         ),
         commands.StopGeneration(10, 9),
         commands.PreemptSlot(12, 3, 9, 16),
-        commands.ResumeGeneration(13, 9, 2, 14),
         commands.ResendTokens("r-10"),
         commands.RequestInventory(41),
         commands.ControllerBeat(42),

@@ -107,7 +107,7 @@ class Oracle:
         match command:
             case commands.ResetSlot() | commands.PreemptSlot():
                 self._check_leaving(command)
-            case commands.ResumeGeneration():
+            case commands.WriteSlot():
                 self._bind_again(command)
             case commands.StartGeneration() | commands.StartPooling():
                 self._bind_inference(command)
@@ -127,16 +127,17 @@ class Oracle:
                     assert isinstance(operation.command, commands.StartGeneration)
                     self.suspended.add(op)
 
-    def _bind_again(self, command: commands.ResumeGeneration) -> None:
-        """Check that a generation continues with the content that it began with."""
-        request_id = self.world.operations[command.target].request_id
-        adapter = self.world.adapters[self.world.slots[command.slot].adapter_id]
-        assert adapter.name == self.requests[request_id].adapter
-        assert adapter.generation == command.generation
-        [(_, _, fingerprint)] = self.bound[command.target]
-        assert adapter.fingerprint == fingerprint, f"{command} continues on other content"
-        self.bound[command.target] = [(command.slot, command.generation, fingerprint)]
-        self.suspended.discard(command.target)
+    def _bind_again(self, command: commands.WriteSlot) -> None:
+        """Check that suspended generations continue with the content that they began with."""
+        adapter = self.world.adapters[command.adapter_id]
+        assert (adapter.slot, adapter.generation) == (command.slot, command.generation)
+        for op in sorted(self.suspended & self.world.operations.keys()):
+            operation = self.world.operations[op]
+            [(_, _, fingerprint)] = self.bound[op]
+            if operation.command.adapter_id == command.adapter_id:
+                assert adapter.fingerprint == fingerprint, f"{command} continues on other content"
+                self.bound[op] = [(command.slot, command.generation, fingerprint)]
+                self.suspended.discard(op)
 
     def _bind_inference(self, command: commands.StartInference) -> None:
         request = self.requests[command.request_id]
