@@ -16,11 +16,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from loradock.fleet.ext_proc import BODY_BYTES_MAX
 from loradock.fleet.processor import DESTINATION, MODEL, NAMESPACE
 from loradock.gateway.http.errors import CODE_HEADER
 from loradock.messages.errors import ErrorCode
 
-BODY_BYTES_MAX: Final = 64 << 20
 RECEIVE_S: Final = 60
 """Time within which a request has to arrive; as long as docks wait for one by default."""
 

@@ -14,6 +14,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, st
 _SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PACKAGE: Final = "loradock.ext_proc"
 
+BODY_BYTES_MAX: Final = 64 << 20
+"""The longest body of a request; as long as docks accept by default."""
+
 # Modes of a body, and what a header does to another one of its name.
 BODY_BUFFERED: Final = 2
 BODY_STREAMED: Final = 4
@@ -127,7 +130,11 @@ async def start(address: str, begin: Callable[[], Exchange]) -> grpc.aio.Server:
                 await context.write(response)
 
     method = grpc.stream_stream_rpc_method_handler(process)
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    # A message can have a whole body, and gRPC's own bound is 4 MiB.
+    bytes_max = BODY_BYTES_MAX + (1 << 20)
+    server = grpc.aio.server(
+        options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", bytes_max)]
+    )
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler(_SERVICE, {"Process": method})]
     )
