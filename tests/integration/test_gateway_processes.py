@@ -5,6 +5,7 @@ import contextlib
 import os
 import random
 import signal
+import sys
 
 import httpx
 import openai
@@ -12,6 +13,7 @@ import pytest
 
 from examples.transformations import TRANSFORMATIONS
 from loradock.client import Client
+from tests.support.document_runs import run_program
 from tests.support.engine.serve_process import (
     gateway_url,
     is_alive,
@@ -19,15 +21,16 @@ from tests.support.engine.serve_process import (
     wait_for_end,
     wait_for_gateway,
 )
-from tests.support.gateway import openai_program
 from tests.support.gateway.browser import browser, visit
 from tests.support.gateway.collector import collect
 from tests.support.simulation.command_runs import start_command
+from tests.support.sources import ROOT
 from tests.support.spans import CALLER_ID, TRACE_ID, TRACEPARENT
 from tests.support.waiting import HANG_S, wait_until
 
 OPTIONS = ("--max-loras", "3", "--max-lora-rank", "64", "--http", "127.0.0.1:0")
 KEY = "secret"
+PROGRAM = ROOT / "tests/clients/programs/openai_text.py"
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +78,8 @@ def no_requests(directory):
 
 def test_the_openai_client(running, client):
     directory, url = running
-    wait_for_adapter(client, "upper")
-    openai_program.use_blocking(url, KEY)
-    asyncio.run(openai_program.use_asyncio(url, KEY))
+    wait_for_adapter(client, "rev")
+    run_program(sys.executable, str(PROGRAM), BASE_URL=url, API_KEY=KEY, MODEL="rev")
     # What was closed, cancelled or given up is not executed any more.
     no_requests(directory)
 
