@@ -186,10 +186,11 @@ class Live:
         """The life-cycle events as they happen."""
         if self._readers >= READERS_MAX:
             raise HttpError(429, f"at most {READERS_MAX} readers can follow the events")
-        since = request.headers.get("last-event-id", "")
+        since = _integer(request.headers.get("last-event-id", ""))
+        answer = ServerSentEvents(self._stream(since), self._on_closed)
+        # Nothing may fail between this and the answer, whose end always lowers it.
         self._readers += 1
-        is_number = since.isascii() and since.isdigit()
-        return ServerSentEvents(self._stream(int(since) if is_number else None), self._on_closed)
+        return answer
 
     async def _on_closed(self) -> None:
         self._readers -= 1
@@ -269,6 +270,15 @@ def _number(request: Request, name: str, default: int, value_max: int) -> int:
     text = request.query_params.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= value_max):
+    number = _integer(text)
+    if number is None or number > value_max:
         raise HttpError(400, f"{name} must be an integer from 0 to {value_max}, got {text!r}", name)
-    return int(text)
+    return number
+
+
+def _integer(text: str) -> int | None:
+    """Return the integer that a client wrote; None for any other text.
+
+    Python refuses to convert thousands of digits.
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
