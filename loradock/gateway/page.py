@@ -175,6 +175,8 @@ class Live:
         self._may_change = may_change
         self._readers = 0
         self._is_closed = False
+        self._encoded_of: tuple[object, ...] = ()
+        self._encoded = b""
 
     async def close(self) -> None:
         """End all streams: they would delay the end of the gateway, which lets requests end."""
@@ -205,13 +207,13 @@ class Live:
                 continue
             missed = None if seq is None else table.events_after(seq)
             if missed is None:
-                snapshot = snapshot_of(table, may_change=self._may_change)
-                yield named_event("snapshot", table.seq, snapshot)
                 seq, updates, sampled = table.seq, table.update_count, 0
-            if samples := self._rates.after(sampled):
+                yield self._snapshot_event(seq)
+                continue
+            samples, sampled = self._rates.after(sampled), self._rates.count
+            if samples:
                 yield named_event("rates", seq or 0, samples)
-                sampled = self._rates.count
-            for published in missed or ():
+            for published in missed:
                 yield named_event("event", published.seq, web.live_event(published))
                 seq = published.seq
             if not missed and not await self._wait_for_change():
@@ -223,6 +225,16 @@ class Live:
                     seq = None
                 elif changed:
                     yield named_event("adapters", seq or 0, [*map(adapter_card, changed)])
+
+    def _snapshot_event(self, seq: int) -> bytes:
+        """Return the event of the table as it is, which is encoded once for all readers."""
+        table = self._follower.table
+        # Views that change without an event are updates, and those that leave are fewer.
+        content = (seq, table.update_count, len(table.views), table.status, table.synced)
+        if content != self._encoded_of:
+            snapshot = snapshot_of(table, may_change=self._may_change)
+            self._encoded_of, self._encoded = content, named_event("snapshot", seq, snapshot)
+        return self._encoded
 
     async def _wait_for_change(self) -> bool:
         try:

@@ -1,17 +1,25 @@
 """The page, and the events that it follows."""
 
+import asyncio
 import json
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from loradock.gateway import web
-from loradock.gateway.page import content_security_policy
+from loradock.gateway import page, web
+from loradock.gateway.adapters.follower import AdapterTable
+from loradock.gateway.http.streams import named_event
+from loradock.gateway.page import Live, content_security_policy, snapshot_of
 from loradock.messages import events as ev
+from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
+from loradock.messages.views import AdapterUse
 from tests.support.gateway.served import Served
+from tests.support.simulation.message_examples import example_of
 from tests.support.simulation.standin_controller import view
 from tests.support.waiting import wait_until
 
@@ -160,3 +168,70 @@ def test_readers_are_bounded_and_leave_nothing(
 def test_the_head_of_a_stream_can_be_requested_alone(served: Served) -> None:
     response = served.http.head("/events")
     assert (response.status_code, response.content) == (200, b"")
+
+
+def live_of(table: AdapterTable) -> Live:
+    follower: Any = SimpleNamespace(table=table)
+    rates: Any = SimpleNamespace(after=lambda _: [], count=0)
+    return Live(follower, rates, may_change=True)
+
+
+def a_table() -> AdapterTable:
+    table = AdapterTable()
+    table.reset(rq.AdaptersListed("", (view("a"), view("b")), 3))
+    return table
+
+
+def a_status(*uses: AdapterUse) -> rq.StatusShown:
+    status: rq.StatusShown = msgspec.structs.replace(example_of(rq.StatusShown), uses=uses)
+    return status
+
+
+CHANGES: dict[str, Callable[[AdapterTable], None]] = {
+    "event": lambda table: table.apply(ev.Published(4, 0, ev.AdapterHeld("a"))),
+    "gap": lambda table: table.on_gap(9),
+    "update": lambda table: table.update("a", view("a", "pinned")),
+    "unknown": lambda table: table.update("a", None),
+    "list": lambda table: table.reset(rq.AdaptersListed("", (view("a", "pinned"), view("b")), 3)),
+    "shorter list": lambda table: table.reset(rq.AdaptersListed("", (view("b"),), 3)),
+    "other list": lambda table: table.reset(rq.AdaptersListed("", (view("b"), view("c")), 3)),
+    "status": lambda table: table.set_status(a_status()),
+    "uses": lambda table: table.set_status(a_status(AdapterUse("a", 2, leases=3))),
+    "lost stream": lambda table: setattr(table, "synced", False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_readers_share_one_encoding_of_the_table_until_it_changes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+
+    def counted(table: AdapterTable, *, may_change: bool) -> Any:
+        encoded.append(len(table.views))
+        return snapshot_of(table, may_change=may_change)
+
+    monkeypatch.setattr(page, "snapshot_of", counted)
+    table = a_table()
+    live = live_of(table)
+
+    async def read() -> None:
+        received = [await anext(live._stream(None)) for _ in range(5)]
+        now = named_event("snapshot", table.seq or 0, snapshot_of(table, may_change=True))
+        assert received == [now] * 5
+
+    asyncio.run(read())
+    CHANGES[name](table)
+    asyncio.run(read())
+    assert len(encoded) == 2
+
+
+def test_what_happens_while_a_snapshot_is_sent_follows_it() -> None:
+    async def main() -> None:
+        table = a_table()
+        reader = live_of(table)._stream(None)
+        assert b"event: snapshot\nid: 3\n" in await anext(reader)
+        table.apply(ev.Published(4, 0, ev.AdapterHeld("a")))
+        assert b"event: event\nid: 4\n" in await anext(reader)
+
+    asyncio.run(main())
