@@ -106,7 +106,7 @@ def _owners(gateway: Gateway) -> list[object]:
         Tokens(service, ChatPrompts((), service.workers)),
         *((TokenizerInfo(service),) if config.enable_tokenizer_info_endpoint else ()),
         AdapterEndpoints(client, gateway.follower, names, service.context),
-        Health(client, gateway.recorder, config),
+        Health(gateway.follower, gateway.recorder, config),
         metrics,
         Page(client),
         gateway.live,

@@ -13,7 +13,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loradock.client import AsyncClient, LoradockError
+from loradock.gateway.adapters.follower import Follower
 from loradock.gateway.http.endpoint import get, json_response, post
 from loradock.gateway.http.errors import HttpError
 from loradock.gateway.options import GatewayConfig
@@ -59,8 +59,8 @@ class ServerInfo(Struct, frozen=True):
 class Health:
     """The endpoints about the state of the server."""
 
-    def __init__(self, client: AsyncClient, recorder: Recorder, config: GatewayConfig) -> None:
-        self._client = client
+    def __init__(self, follower: Follower, recorder: Recorder, config: GatewayConfig) -> None:
+        self._follower = follower
         self._recorder = recorder
         fields = msgspec.to_builtins(config)
         self._config: Final = {name: fields[name] for name in fields if name not in _SECRETS}
@@ -69,24 +69,15 @@ class Health:
     @post("/ping", errors=(503,), access="public")
     async def health(self) -> Response:
         """Return whether an engine serves."""
-        try:
-            status = await self._client.status(timeout_s=TIMEOUT_S)
-        except LoradockError:
-            return Response(status_code=503)
-        return Response(status_code=200 if status.engine_id else 503)
+        status = await self._follower.status_now(TIMEOUT_S)
+        return Response(status_code=200 if status is not None and status.engine_id else 503)
 
     @get("/ready", answer=Readiness, failure=Readiness, errors=(503,), access="public")
     async def ready(self) -> Response:
         """Return whether new work is taken, with the reason if it is not."""
-        reason = await self._unready_reason()
+        status = await self._follower.status_now(TIMEOUT_S)
+        reason = "the controller does not answer" if status is None else status.unready
         return json_response(Readiness(not reason, reason), 503 if reason else 200)
-
-    async def _unready_reason(self) -> str:
-        try:
-            status = await self._client.status(timeout_s=TIMEOUT_S)
-        except LoradockError as error:
-            return f"the controller does not answer: {error.message}"
-        return status.unready
 
     @get("/live", access="public")
     async def live(self) -> Response:

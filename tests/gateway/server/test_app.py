@@ -1,17 +1,24 @@
 """Health, versions, wrong paths and methods, and the OpenAPI document."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
+from loradock.client import AsyncClient
 from loradock.gateway.adapters import models as model_cards
+from loradock.gateway.adapters.follower import AdapterTable, Follower
 from loradock.gateway.inference.sampling import Labels
+from loradock.gateway.options import GatewayConfig
+from loradock.gateway.recorder import Recorder
+from loradock.gateway.server.health import Health
 from loradock.messages import VERSION
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from tests.support.gateway.served import Served
+from tests.support.simulation.message_examples import example_of
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
@@ -26,6 +33,52 @@ def test_health_is_that_of_the_engine(served: Served, path: Any) -> None:
         request.request_id, ErrorCode.ENGINE_GONE, "gone"
     )
     assert served.get(path).status_code == 503
+
+
+def test_the_reason_why_no_work_is_taken_is_shown(served: Served) -> None:
+    assert served.get("/ready").json() == {"ready": True, "reason": ""}
+    served.controller.status_changes["unready"] = "no engine is attached"
+    response = served.get("/ready")
+    served.controller.status_changes.clear()
+    assert response.status_code == 503
+    assert response.json() == {"ready": False, "reason": "no engine is attached"}
+    served.controller.answers[rq.ShowStatus] = lambda request: rq.Refused(
+        request.request_id, ErrorCode.ENGINE_GONE, "gone"
+    )
+    assert served.get("/ready").json()["reason"] == "the controller does not answer"
+
+
+class Counting(AsyncClient):
+    """A client that counts its queries for a status, and those that were in flight at once."""
+
+    def __init__(self) -> None:
+        self.queries = self.in_flight = self.in_flight_max = 0
+
+    async def status(
+        self, _timeout_s: float | None = None, *, uses: bool = False
+    ) -> rq.StatusShown:
+        assert uses
+        self.queries += 1
+        self.in_flight += 1
+        self.in_flight_max = max(self.in_flight_max, self.in_flight)
+        await asyncio.sleep(0)
+        self.in_flight -= 1
+        status: rq.StatusShown = msgspec.structs.replace(example_of(rq.StatusShown), unready="")
+        return status
+
+
+def test_probes_of_health_share_their_queries() -> None:
+    """They are public, so anyone can send any number."""
+
+    async def main() -> None:
+        client = Counting()
+        health = Health(Follower(client, AdapterTable()), Recorder(), GatewayConfig())
+        probes = [probe() for probe in (health.health, health.ready) for _ in range(100)]
+        assert {answer.status_code for answer in await asyncio.gather(*probes)} == {200}
+        # Those that arrived after the first began need a newer answer, and share it.
+        assert (client.queries, client.in_flight_max) == (2, 1)
+
+    asyncio.run(main())
 
 
 def test_version_and_load(served: Served) -> None:
