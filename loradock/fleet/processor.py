@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from loradock.fleet.ext_proc import (
     BODY_BUFFERED,
+    BODY_BYTES_MAX,
     BODY_STREAMED,
     OVERWRITE_OR_ADD,
     ProcessingRequest,
@@ -37,6 +38,7 @@ _ENVOY_LB: Final = "envoy.lb"
 _CHUNK_BYTES: Final = 62_000
 """The largest part of a body that is sent back; Envoy's own bound is 64 KiB."""
 
+_TOO_LONG: Final = f'{{"error": "a body must have at most {BODY_BYTES_MAX} bytes"}}'.encode()
 _WITH_BODY: Final = {"request_body_mode": BODY_BUFFERED}
 
 
@@ -111,6 +113,9 @@ class Exchange:
             return self._on_headers(request.request_headers, _model_in(request.metadata_context))
         if request.HasField("request_body"):
             self._body += request.request_body.body
+            if len(self._body) > BODY_BYTES_MAX:
+                self.is_over = True
+                return [_immediate(413, _TOO_LONG)]
             return self._on_body(ends=True) if request.request_body.end_of_stream else []
         if request.HasField("request_trailers"):
             return [*self._on_body(ends=False), ProcessingResponse(request_trailers={})]

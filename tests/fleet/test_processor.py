@@ -7,6 +7,7 @@ import pytest
 
 from loradock.fleet.ext_proc import (
     BODY_BUFFERED,
+    BODY_BYTES_MAX,
     BODY_STREAMED,
     ProcessingRequest,
     ProcessingResponse,
@@ -78,6 +79,16 @@ def test_a_streamed_body_comes_back_after_the_header(size: int) -> None:
     assert b"".join(one.body for one in sent) == data
     assert [one.end_of_stream for one in sent] == [False] * (len(sent) - 1) + [True]
     assert max(len(one.body) for one in sent) < 64 << 10
+
+
+def test_a_streamed_body_without_an_end_is_refused_at_its_bound() -> None:
+    exchange = Processor(picker(), "k" * 16).begin()
+    part = body(bytes(BODY_BYTES_MAX // 4), False)
+    for message in (headers(streamed=True), *[part] * 4):
+        assert exchange.on_message(message.SerializeToString()) == []
+    (refused,) = exchange.on_message(body(b"x", False).SerializeToString())
+    assert ProcessingResponse.FromString(refused).immediate_response.status.code == 413
+    assert exchange.is_over
 
 
 def test_a_request_without_a_body_is_answered_at_once() -> None:
