@@ -143,14 +143,12 @@ class Picker:
         """Set which docks there are; a new one gets no requests before its first snapshot."""
         gone = self._docks.keys() - weights.keys()
         for address in gone:
-            names = [*self._docks[address].adapters]
             self.lose(address)
             del self._docks[address]
-            for name in names:
-                self._forget_if_unknown(name)
         if gone:
             for adapter in self._adapters.values():
                 adapter.homes = [home for home in adapter.homes if home not in gone]
+            self._forget_unknown()
         is_changed = bool(gone)
         for address, weight in weights.items():
             if (dock := self._docks.get(address)) is None:
@@ -187,6 +185,7 @@ class Picker:
         self.lose(address)
         for name, seen in adapters.items():
             self.on_adapter(address, name, seen)
+        self._forget_unknown()
 
     def on_adapter(self, address: str, name: str, seen: Seen | None) -> None:
         """Note the state of an adapter in a dock; None: the dock does not know it any more."""
@@ -270,9 +269,14 @@ class Picker:
         return adapter
 
     def _forget_if_unknown(self, name: str) -> None:
-        """Forget an adapter that was removed everywhere; one of a dock that is lost may return."""
+        """Forget an adapter that was removed everywhere."""
         if not self.knows(name):
             del self._adapters[name]
+
+    def _forget_unknown(self) -> None:
+        """Forget what nobody has any more; a dock that is lost tells of its adapters anew."""
+        for name in [*self._adapters]:
+            self._forget_if_unknown(name)
 
     def _pick_base(self, name: str, now: float) -> Decision:
         """Order docks by their queues: the base model, or a name that no dock has told of."""
