@@ -72,7 +72,6 @@ class Entry(Struct, Generic[Record], frozen=True):
     record: Record
     epoch: int
     changed: int
-    lease: int
 
 
 # The part of etcd's messages that is read. The gateway writes integers as strings, bytes in base64,
@@ -86,7 +85,6 @@ class _KeyValue(Struct, frozen=True):
     value: str = ""
     create_revision: int = 0
     mod_revision: int = 0
-    lease: int = 0
 
 
 class _Event(Struct, frozen=True):
@@ -297,7 +295,7 @@ class Catalogue:
 
 def _entry(kind: type[Record], found: _KeyValue) -> Entry[Record]:
     record = _decode(_bytes(found.value), kind)
-    return Entry(record, found.create_revision, found.mod_revision, found.lease)
+    return Entry(record, found.create_revision, found.mod_revision)
 
 
 def _decode(data: bytes, kind: type[Answer]) -> Answer:

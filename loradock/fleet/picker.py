@@ -363,8 +363,6 @@ class Picker:
         dock.loading.pop(name, None)
         seen = adapter.docks.get(dock.address)
         state = seen.state if seen else "unregistered"
-        if state == IN_SLOT:
-            return 0.0
         if state == "pinned":
             return load.write_s
         staged_s = load.stage_s + load.write_s

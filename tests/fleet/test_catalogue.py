@@ -108,7 +108,7 @@ def test_a_registration_lasts_as_long_as_its_lease_and_is_made_again(one_etcd: E
         task = asyncio.create_task(registration.run())
         first = (await until(catalogue, Dock, bool))[DOCK.address]
         # As if the machine had been cut off for longer than the lease.
-        await catalogue.revoke(first.lease)
+        await catalogue.revoke(registration._lease)
         later = await until(
             catalogue, Dock, lambda table: bool(table) and table[DOCK.address].epoch > first.epoch
         )

@@ -83,7 +83,7 @@ def test_a_dock_that_is_down_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr("loradock.fleet.following._RETRY_S", 0.001)
         following = Following(Lost(), "k" * 16)
         address = "127.0.0.1:1"
-        following.set_docks({address: Entry(Dock(address), 1, 1, 1)})
+        following.set_docks({address: Entry(Dock(address), 1, 1)})
         async with asyncio.timeout(HANG_S):
             while tries < 5:
                 await asyncio.sleep(0.001)
@@ -107,7 +107,7 @@ def test_the_events_of_a_real_gateway_are_followed(tmp_path: Path) -> None:
 
         async def run() -> None:
             following = Following(found, "k" * 16)
-            following.set_docks({address: Entry(Dock(address, "base", 8), 1, 1, 1)})
+            following.set_docks({address: Entry(Dock(address, "base", 8), 1, 1)})
             await until(lambda: found.pick("upper", 0.0).docks == [address])
             assert found.state_of(address, "upper") == Seen("gpu-slot", "ab" * 16)
             controller.adapters["lower"] = view("lower")
