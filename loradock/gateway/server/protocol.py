@@ -98,8 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Parse, and refuse a head that became too long."""
         if self._in_head:
             self._head_bytes += len(data)
-            if self._head_timer is None:
-                self._start_timer()
+            self._time_begun_head()
         super().data_received(data)
         if not self._in_head:
             self._close_after_early_answer()
@@ -124,6 +123,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Wait for the next request, or for the rest of this one's body."""
         self._since = self.loop.time()
         super().on_response_complete()
+        self._time_begun_head()
         if not self._in_head:
             self._is_lingering = True
             # A client that reads to the end does not wait; TLS can't be closed on one side.
@@ -164,6 +164,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
         cycle.send = send_last
 
+    def _time_begun_head(self) -> None:
+        """Begin to wait for the rest of a head; a client can send it while it reads an answer."""
+        if self._head_bytes and self._head_timer is None and self._is_idle:
+            self._start_timer()
+
     def _start_timer(self) -> None:
         self._head_timer = self.loop.call_later(
             self._bounds.head_s, self._refuse, 408, b"Request Timeout"
@@ -182,5 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, reason: bytes) -> None:
         self._stop_timer()
         if not self.transport.is_closing():
-            self.transport.write(_REFUSAL % (status, reason))
+            # Within an answer it would be read as a part of that.
+            if self._is_idle:
+                self.transport.write(_REFUSAL % (status, reason))
             self.transport.close()

@@ -222,6 +222,51 @@ def test_a_head_that_does_not_arrive_is_refused(
                 assert read_all(connection).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.parametrize("early", [b"\r\n", b"GET /version HTTP/1.1\r\n"])
+def test_the_time_of_a_head_begins_after_the_answer_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bytes
+) -> None:
+    """A client can send an empty line, or its next request, while it reads an answer."""
+    monkeypatch.setattr(process, "HEAD_TIMEOUT_S", 0.2)
+    may_end = threading.Event()
+    with StandIn(tmp_path) as controller, serve_gateway(controller) as gateway:
+        usual = controller._generate
+
+        def slow(request: Any) -> Any:
+            assert may_end.wait(HANG_S)
+            return usual(request)
+
+        controller.answers[rq.Generate] = slow
+        with gateway.connect() as connection:
+            body = json.dumps({"prompt": "p", "stream": True}).encode()
+            request = post_bytes("/v1/completions", body).replace(b"connection: close\r\n", b"")
+            connection.sendall(request)
+            wait_until(lambda: controller.requests(rq.Generate))
+            connection.sendall(early)
+            # The time has passed, because it has for those that came later.
+            for _ in range(2):
+                assert gateway.raw(b"\r\n").startswith(b"HTTP/1.1 408")
+            may_end.set()
+            answer, end, refusal = read_all(connection).partition(b"\r\n0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" in answer
+    assert end
+    assert refusal.startswith(b"HTTP/1.1 408")
+
+
+def test_a_refusal_is_not_written_into_an_answer(tmp_path: Path) -> None:
+    with (
+        StandIn(tmp_path) as controller,
+        serve_gateway(controller) as gateway,
+        gateway.connect() as connection,
+    ):
+        connection.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert connection.recv(16).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000)
+        with suppress(ConnectionResetError):
+            assert b"HTTP" not in read_all(connection)
+
+
 def test_a_client_that_does_not_read_its_answer_loses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
