@@ -4,13 +4,16 @@ import base64
 import math
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
+from starlette.responses import Response
 
-from loradock.client import NotServed
-from loradock.gateway.http.endpoint import INFERENCE, post
+from loradock.client import Classification, NotServed
+from loradock.gateway.http.endpoint import INFERENCE, JsonResponse, post
 from loradock.gateway.http.errors import HttpError
 from loradock.gateway.inference.completions import PROMPTS_MAX, IdList, prompts_of
 from loradock.gateway.inference.sampling import (
@@ -28,6 +31,8 @@ from loradock.messages.prompts import TextPrompt, Truncation
 Input = str | Annotated[list[str | int | IdList], Meta(min_length=1)]
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=PROMPTS_MAX)]
 Encoding = Literal["float", "base64"]
+Row = tuple[float, ...]
+"""The vector or the scores of an input."""
 
 
 class _Fields(Labels, kw_only=True, forbid_unknown_fields=True):
@@ -67,12 +72,13 @@ class RerankRequest(_Fields, kw_only=True, forbid_unknown_fields=True):
 
 
 class PoolingAnswer(Struct, frozen=True, kw_only=True):
-    """The beginning of an answer with one item per input."""
+    """The beginning of an answer with one item per input, in `data`, its last field."""
 
     id: str
     object: str = "list"
     created: int
     model: str
+    usage: Usage
 
 
 class EmbeddingItem(Struct, frozen=True):
@@ -87,7 +93,6 @@ class Embeddings(PoolingAnswer, frozen=True, kw_only=True):
     """The answer to `POST /v1/embeddings`."""
 
     data: list[EmbeddingItem]
-    usage: Usage
 
 
 class ClassItem(Struct, frozen=True):
@@ -102,9 +107,8 @@ class ClassItem(Struct, frozen=True):
 class Classes(PoolingAnswer, frozen=True, kw_only=True):
     """The answer to `POST /classify`; `labels` are in the order of `probs`."""
 
-    data: list[ClassItem]
     labels: tuple[str, ...]
-    usage: Usage
+    data: list[ClassItem]
 
 
 class PoolingItem(Struct, frozen=True):
@@ -119,7 +123,6 @@ class Pooled(PoolingAnswer, frozen=True, kw_only=True):
     """The answer to `POST /pooling`."""
 
     data: list[PoolingItem]
-    usage: Usage
 
 
 class ScoreItem(Struct, frozen=True):
@@ -134,7 +137,6 @@ class Scores(PoolingAnswer, frozen=True, kw_only=True):
     """The answer to `POST /score`."""
 
     data: list[ScoreItem]
-    usage: Usage
 
 
 class RerankDocument(Struct, frozen=True):
@@ -167,40 +169,35 @@ class PoolingEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    @post("/v1/embeddings", errors=INFERENCE, span="embeddings")
-    async def embeddings(self, body: PoolingRequest) -> Embeddings:
+    @post("/v1/embeddings", answer=Embeddings, errors=INFERENCE, span="embeddings")
+    async def embeddings(self, body: PoolingRequest) -> Response:
         """Embed inputs."""
         check_served(body)
         adapter = await self._service.models.find(body.model)
         found = await self._service.embed(
             self._inputs(body), adapter, _truncation(body), body.dimensions or 0
         )
-        encoded = [_encoded(vector, body.encoding_format) for vector in found.vectors]
-        return Embeddings(
-            **self._head("embd", adapter, found.input_tokens),
-            data=[EmbeddingItem(index, vector) for index, vector in enumerate(encoded)],
+        answer = Embeddings(**self._head("embd", adapter, found.input_tokens), data=[])
+        items = (
+            EmbeddingItem(index, _encoded(row, body.encoding_format))
+            for index, row in enumerate(found.vectors)
         )
+        return await self._response(answer, found.vectors, items)
 
-    @post("/classify", errors=INFERENCE, span="classify")
-    async def classify(self, body: PoolingRequest) -> Classes:
+    @post("/classify", answer=Classes, errors=INFERENCE, span="classify")
+    async def classify(self, body: PoolingRequest) -> Response:
         """Classify inputs."""
         check_served(body)
         if body.dimensions is not None:
             raise HttpError(400, "dimensions are of embeddings; leave them out", "dimensions")
         adapter = await self._service.models.find(body.model)
         found = await self._service.classify(self._inputs(body), adapter, _truncation(body))
-        items = [
-            ClassItem(index, label, row, len(row))
-            for index, (label, row) in enumerate(zip(found.best, found.scores, strict=True))
-        ]
-        return Classes(
-            **self._head("classify", adapter, found.input_tokens),
-            data=items,
-            labels=found.labels,
-        )
+        head = self._head("classify", adapter, found.input_tokens)
+        answer = Classes(**head, labels=found.labels, data=[])
+        return await self._response(answer, found.scores, _class_items(found))
 
-    @post("/pooling", errors=INFERENCE, span="pooling")
-    async def pooling(self, body: PoolingRequest) -> Pooled:
+    @post("/pooling", answer=Pooled, errors=INFERENCE, span="pooling")
+    async def pooling(self, body: PoolingRequest) -> Response:
         """Embed or classify.
 
         The answer has vectors or scores, by the model's task.
@@ -214,11 +211,12 @@ class PoolingEndpoints:
         except NotServed:
             classification = await self._service.classify(inputs, adapter, truncation)
             rows, tokens = classification.scores, classification.input_tokens
-        encoded = [_encoded(row, body.encoding_format) for row in rows]
-        return Pooled(
-            **self._head("pool", adapter, tokens),
-            data=[PoolingItem(index, row) for index, row in enumerate(encoded)],
+        answer = Pooled(**self._head("pool", adapter, tokens), data=[])
+        items = (
+            PoolingItem(index, _encoded(row, body.encoding_format))
+            for index, row in enumerate(rows)
         )
+        return await self._response(answer, rows, items)
 
     @post("/score", "/v1/score", errors=INFERENCE, span="score")
     async def score(self, body: ScoreRequest) -> Scores:
@@ -264,6 +262,15 @@ class PoolingEndpoints:
         head = {"id": new_id(prefix), "created": unix_seconds(), "model": model}
         return {**head, "usage": Usage(tokens, tokens)}
 
+    async def _response(
+        self, answer: PoolingAnswer, rows: Sequence[Row], items: Iterable[Struct]
+    ) -> Response:
+        """Return an answer, whose `data` is empty, with the items that are made of these rows."""
+        size = sum(map(len, rows)) + len(rows)
+        return JsonResponse(
+            await self._service.workers.run(size, partial(_json, answer, items)), 200
+        )
+
     async def _scores(
         self,
         first: list[str],
@@ -284,8 +291,9 @@ class PoolingEndpoints:
                 check_length(text, self._service.context, name)
         found = await self._service.embed(texts, adapter, _truncation(body))
         vectors = dict(zip(texts, found.vectors, strict=True))
-        scores = [_cosine(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
-        return scores, found.input_tokens
+        size = (len(first) + len(texts)) * len(found.vectors[0])
+        cosines = partial(_cosines, vectors, first, second)
+        return await self._service.workers.run(size, cosines), found.input_tokens
 
     def _inputs(self, body: PoolingRequest) -> list[TextPrompt]:
         prompts = prompts_of(body.input, self._service.context, "input")
@@ -309,16 +317,38 @@ def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
     return first, second
 
 
-def _encoded(row: tuple[float, ...], encoding: Encoding | None) -> tuple[float, ...] | str:
+def _class_items(found: Classification) -> Iterator[ClassItem]:
+    for index, (label, row) in enumerate(zip(found.best, found.scores, strict=True)):
+        yield ClassItem(index, label, row, len(row))
+
+
+def _json(answer: PoolingAnswer, items: Iterable[Struct]) -> bytes:
+    """Return an answer as JSON, with these items, at least one, in its empty `data`.
+
+    Other threads run between two items, and while all are joined.
+    """
+    parts = [msgspec.json.encode(answer).removesuffix(b"]}")]
+    for item in items:
+        parts += (msgspec.json.encode(item), b",")
+    parts[-1] = b"]}"
+    return b"".join(parts)
+
+
+def _encoded(row: Row, encoding: Encoding | None) -> Row | str:
     if encoding != "base64":
         return row
     return base64.b64encode(struct.pack(f"<{len(row)}f", *row)).decode()
 
 
-def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    product = math.sqrt(_dot(first, first) * _dot(second, second))
-    return _dot(first, second) / product if product else 0.0
+def _cosines(vectors: Mapping[str, Row], first: list[str], second: list[str]) -> list[float]:
+    """Return the cosine of the vectors of each pair of texts; 0 for a vector of zeros."""
+    squares = {text: _dot(vector, vector) for text, vector in vectors.items()}
+    lengths = [math.sqrt(squares[a] * squares[b]) for a, b in zip(first, second, strict=True)]
+    return [
+        _dot(vectors[a], vectors[b]) / length if length else 0.0
+        for a, b, length in zip(first, second, lengths, strict=True)
+    ]
 
 
-def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+def _dot(first: Row, second: Row) -> float:
     return math.fsum(map(operator.mul, first, second))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from loradock.gateway.http import endpoint
-from loradock.gateway.inference import images
+from loradock.gateway.inference import images, pooling
 from loradock.gateway.inference.chat_template import ChatTemplate
 from loradock.gateway.inference.tokenizer import PIECE_CHARACTERS, Tokenizer
 from loradock.gateway.inference.workers import INLINE_SIZE
@@ -36,7 +36,7 @@ LONG = "x" * PROMPT_CHARACTERS_MAX
 
 
 class Work(list[tuple[str, int, str]]):
-    """What was tokenized and rendered: kind, characters or tokens, and the name of the thread."""
+    """What was done: its kind, its size in characters, tokens or numbers, and its thread's name."""
 
     def sizes(self, kind: str = "encode") -> list[int]:
         return [size for found, size, _ in self if found == kind]
@@ -54,16 +54,18 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     def recorded(owner: Any, name: str, size_of: Any) -> None:
         usual = getattr(owner, name)
 
-        def method(self: Any, first: Any, *more: Any, **keywords: Any) -> Any:
-            done.append((name, size_of(first), threading.current_thread().name))
-            return usual(self, first, *more, **keywords)
+        def method(*arguments: Any, **keywords: Any) -> Any:
+            done.append((name, size_of(*arguments), threading.current_thread().name))
+            return usual(*arguments, **keywords)
 
         monkeypatch.setattr(owner, name, method)
 
-    recorded(Tokenizer, "encode", len)
-    recorded(Tokenizer, "decode", len)
-    recorded(Tokenizer, "token_texts", len)
-    recorded(ChatTemplate, "render", lambda messages: len(json.dumps(messages)))
+    recorded(Tokenizer, "encode", lambda _, text: len(text))
+    recorded(Tokenizer, "decode", lambda _, tokens: len(tokens))
+    recorded(Tokenizer, "token_texts", lambda _, tokens: len(tokens))
+    recorded(ChatTemplate, "render", lambda _, messages, __: len(json.dumps(messages)))
+    recorded(pooling, "_dot", lambda row, _: len(row))
+    recorded(pooling, "_encoded", lambda row, _: len(row) + 1)
     return done
 
 
@@ -98,6 +100,9 @@ LONG_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", {"input": LONG[:-100]}),
     "messages": ("/v1/messages", {"model": "upper", "max_tokens": 1, **chat(LONG[:-100])}),
     "count of messages": ("/v1/messages/count_tokens", {"model": "upper", **chat(LONG[:-100])}),
+    "rerank": ("/rerank", {"query": "q", "documents": [f"{n}" for n in range(2047)]}),
+    "score": ("/score", {"text_1": ["q"] * 2048, "text_2": ["d"] * 2048}),
+    "embeddings": ("/v1/embeddings", {"input": ["x"] * 2048}),
 }
 
 
