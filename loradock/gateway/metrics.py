@@ -176,8 +176,8 @@ def loradock_families(
     yield from _of_events(table.totals)
     yield _counter(
         "loradock_requests",
-        'Requests that ended, by adapter; those with the fewest are "other".',
-        dict(sorted(_bounded(table.totals.requests, adapters_max).items())),
+        'Requests that ended, by adapter; those with the fewest and removed ones are "other".',
+        dict(sorted(_requests(table.totals, adapters_max).items())),
         "adapter",
         "outcome",
     )
@@ -320,17 +320,13 @@ def _of_events(totals: EventTotals) -> Iterator[Family]:
         yield _counter(f"loradock_{name}", f"{text} {since}.", dict(sorted(counts.items())), label)
 
 
-def _bounded(
-    requests: Mapping[tuple[str, str], int], adapters_max: int
-) -> Counter[tuple[str, str]]:
-    """Return the counts with at most `adapters_max` adapters, and `OTHER`."""
-    totals: Counter[str] = Counter()
-    for (adapter, _), count in requests.items():
-        totals[adapter] += count
-    kept = top_names(totals, adapters_max)
-    bounded: Counter[tuple[str, str]] = Counter()
-    for (adapter, outcome), count in requests.items():
-        bounded[(adapter or BASE) if adapter in kept else OTHER, outcome] += count
+def _requests(totals: EventTotals, adapters_max: int) -> Counter[tuple[str, str]]:
+    """Return the counts by adapter and outcome: of `adapters_max` adapters at most, and `OTHER`."""
+    kept = top_names({name: one.total() for name, one in totals.requests.items()}, adapters_max)
+    bounded = Counter({(OTHER, outcome): n for outcome, n in totals.requests_of_removed.items()})
+    for adapter, outcomes in totals.requests.items():
+        for outcome, count in outcomes.items():
+            bounded[(adapter or BASE) if adapter in kept else OTHER, outcome] += count
     return bounded
 
 

@@ -7,7 +7,7 @@ read then too and whenever a reader needs it now.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from itertools import islice
 from typing import Final, Protocol
@@ -52,14 +52,20 @@ class EventTotals(Struct):
     stagings: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     evictions: Counter[str] = field(default_factory=Counter)
-    requests: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(adapter, outcome) -> generations and poolings that ended; the base model's name is empty."""
+    requests: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Adapter -> outcome -> generations and poolings that ended; the base model's name is empty."""
+    requests_of_removed: Counter[str] = field(default_factory=Counter)
+    """The same of all adapters that are not known any more, by outcome."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     load_s: Histogram = field(default_factory=lambda: Histogram(LOAD_S))
     """Seconds from the acceptance of an adapter's files to its weights on the host."""
     engines: int = 0
     gaps: int = 0
+
+    def forget(self, adapter: str) -> None:
+        """Keep only the sums of an adapter that is not known any more: names have no bound."""
+        self.requests_of_removed.update(self.requests.pop(adapter, {}))
 
 
 class Waiter(Protocol):
@@ -108,6 +114,8 @@ class AdapterTable:
         for name, view in self.views.items():
             if before.get(name) != view:
                 self._record_update(view)
+        for name in self.totals.requests.keys() - self.views.keys() - {""}:
+            self.totals.forget(name)
         if self.seq is None:
             self.seq = listed.events_seq
         self.stale.clear()
@@ -132,6 +140,7 @@ class AdapterTable:
         if view is None:
             self.views.pop(name, None)
             self._used.discard(name)
+            self.totals.forget(name)
         else:
             self._store(view)
 
@@ -253,11 +262,11 @@ def _count(totals: EventTotals, event: Event) -> None:
         case ev.AdapterFailed(code=code):
             totals.failures[code.value] += 1
         case ev.GenerationFinished():
-            totals.requests[event.adapter, event.outcome] += 1
+            totals.requests[event.adapter][event.outcome] += 1
             totals.prompt_tokens += event.prompt_tokens
             totals.output_tokens += event.output_tokens
         case ev.PoolingFinished():
-            totals.requests[event.adapter, event.outcome] += 1
+            totals.requests[event.adapter][event.outcome] += 1
             totals.prompt_tokens += event.input_tokens
         case ev.EngineAttached():
             totals.engines += 1

@@ -100,8 +100,27 @@ def test_totals_are_sums_of_events() -> None:
     assert (totals.loads, totals.stagings, totals.activations) == (1, 1, 1)
     assert totals.evictions == {"policy": 2}
     assert totals.failures == {"L002": 1}
-    assert totals.requests == {("a", "stop"): 1, ("", "stop"): 1, ("a", "done"): 1}
+    assert totals.requests == {"a": {"stop": 1, "done": 1}, "": {"stop": 1}}
     assert (totals.prompt_tokens, totals.output_tokens) == (11, 5)
+
+
+def test_only_known_adapters_have_requests_of_their_own_and_sums_never_fall() -> None:
+    table = a_table(*(view(f"a{number}") for number in range(6)))
+
+    def finish(*names: str) -> None:
+        apply(table, *(ev.GenerationFinished(name, "stop", 1, 1) for name in names))
+
+    finish("", *(f"a{number}" for number in range(6)))
+    for number in range(3):
+        apply(table, ev.AdapterRemoved(f"a{number}"))
+        # A request that came before its removal can still end.
+        finish(f"a{number}")
+        table.update(f"a{number}", None)
+    assert table.totals.requests.keys() == {"", "a3", "a4", "a5"}
+    # The events of a removal can be lost, and of many changes only the list is read.
+    table.reset(rq.AdaptersListed("", (view("a5"),), 0))
+    assert table.totals.requests == {"": {"stop": 1}, "a5": {"stop": 1}}
+    assert table.totals.requests_of_removed == {"stop": 3 * 2 + 2}
 
 
 def test_recent_events_are_kept_for_readers() -> None:
