@@ -33,7 +33,7 @@ from loradock.messages import requests as rq
 from loradock.messages.engine_options import EngineOptions, LoRAOptions
 from loradock.messages.errors import MEANINGS, ErrorCode, LoradockError
 from loradock.messages.prompts import Sampling
-from loradock.messages.views import AdapterCounters, EngineStatistics, FailureView
+from loradock.messages.views import FailureView
 from tests.support.engine.adapter_examples import (
     CONFIG,
     LORA_CONFIG,
@@ -45,6 +45,7 @@ from tests.support.engine.adapter_examples import (
     write,
 )
 from tests.support.parallel.processes import TINY
+from tests.support.simulation.message_examples import example_of
 from tests.support.simulation.standin_controller import view
 
 GOLDEN: Final = Path(__file__).parents[1] / "golden" / "pages"
@@ -83,40 +84,9 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
     )
     found = rq.AdapterShown("1", now, (), failure, "single", reason)
     yield "show upper", renderables(found)
-    tiers = (
-        rq.TierView("host", 2, 64, 0, 1 << 32),
-        rq.TierView("device", 1, 8, 4096, 1 << 30),
-    )
-    status = rq.StatusShown(
-        request_id="1",
-        epoch=1,
-        seq=12,
-        digest="cd" * 16,
-        policy="lru",
-        engine_id="e" * 32,
-        engine_pid=4242,
-        model="tiny",
-        adapters=2,
-        requests=1,
-        operations=0,
-        answered=9,
-        refused=1,
-        tiers=tiers,
-        events_seq=7,
-        controller_pid=4241,
-        snapshot_seq=10,
-        snapshot_age_ms=90_000,
-        log_bytes=1 << 20,
-        version="9.9.9",
-        uptime_ms=7_200_000,
-        memory_bytes=40 << 20,
-        engine_memory_bytes=3 << 30,
-        device="cuda:0",
-        dtype="bfloat16",
-        counters=AdapterCounters(hits=18, misses=6, wait_ns=3 * 10**9, stalls=2, stall_ns=10**9),
-        engine=EngineStatistics(kv_layout="paged", kv_bytes_max=12 << 30, batching="paged"),
-        running=1,
-    )
+    # As long as they are in a server.
+    ids = {"digest": "cd" * 16, "engine_id": "e" * 32}
+    status = msgspec.structs.replace(example_of(rq.StatusShown), **ids)
     yield "status", renderables(status)
     listed = rq.AdaptersListed("1", (moving, msgspec.structs.replace(now, waiting=3)), 7)
     yield "top --once", [top.screen(None, top.Reading(0.0, status, listed))]
