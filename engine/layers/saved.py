@@ -4,6 +4,7 @@ A saved layer is computed exactly as the base layer is, for the rows of its adap
 a head of which rows were trained (`trainable_token_indices`) is the base's for all other tokens.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -95,9 +96,13 @@ class SavedWeights:
         shape: Sequence[int],
         row_order: RowOrder = RowOrder.MAPPING,
     ) -> Iterator[SavedRows]:
-        """Yield the rows of each adapter that has the layer; shape: the input's leading one."""
-        is_known = punica is not None and self.slots
-        groups = punica.groups_of(shape, row_order=row_order) if punica and is_known else None
+        """Yield the rows of each adapter that has the layer; shape: the input's leading one.
+
+        Raises `ValueError` as `PunicaWrapper.groups_of` does, but not for a batch without them.
+        """
+        if punica is None or self.slots.isdisjoint(punica.active_slots):
+            return
+        groups = punica.groups_of(shape, row_order=row_order)
         if groups is None:
             return
         for slot, start, end in groups.spans:
@@ -165,7 +170,9 @@ class TokenRows(SavedWeights):
 class ReplaceableNorm:
     """A forward hook of a norm, which computes rows of adapters that have saved it with their own.
 
-    The module itself stays in its place, because it is not adapted otherwise.
+    The module itself stays in its place, because it is not adapted otherwise. Its input is
+    [rows, ..., features], or [batch, tokens, ..., features], where the axes between are of one row:
+    a norm over each head of queries has as many vectors per token.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -183,12 +190,15 @@ class ReplaceableNorm:
     def _replace_rows(self, norm: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
         if self._saved is None or self._is_running or not self._saved.slots:
             return y
-        x = inputs[0].reshape(-1, inputs[0].shape[-1])
-        outputs, parameters = y.view(len(x), -1), dict(norm.named_parameters())
+        y = y.contiguous()
+        axes = min(2, inputs[0].ndim - 1)
+        leading = inputs[0].shape[:axes]
+        x, outputs = (one.reshape(math.prod(leading), *one.shape[axes:]) for one in (inputs[0], y))
+        parameters = dict(norm.named_parameters())
         # Calling the norm with other parameters calls this hook too.
         self._is_running = True
         try:
-            for rows, weight, bias in self._saved.rows_of(self._punica, inputs[0].shape[:-1]):
+            for rows, weight, bias in self._saved.rows_of(self._punica, leading):
                 saved = {"weight": weight.flatten(), "bias": bias}
                 own = {name: saved[name].to(one.dtype) for name, one in parameters.items()}
                 outputs[rows] = functional_call(norm, own, (x[rows],))

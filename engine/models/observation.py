@@ -123,6 +123,19 @@ class ObservedInputs:
             for shape in shapes
         )
 
+    def sees_tokens(self, name: str) -> bool:
+        """Return whether every input was [tokens], or [rows, tokens, ...].
+
+        A norm over transposed heads has [rows, heads, tokens], which are as many as tokens in one
+        of the steps at most: in all the steps that other layers had, the second axis is theirs.
+        """
+        steps = {(ROWS, LONG), (ROWS, 1)}
+        seen = steps.intersection(one.shape for found in self.inputs.values() for one in found)
+        shapes = [one.shape for one in self.inputs[name] if len(one.shape) > 1]
+        leading = {shape[:2] for shape in shapes}
+        has_more = any(len(shape) > 2 for shape in shapes)
+        return leading == seen if has_more else leading <= steps
+
     def has_rows_as_columns(self, name: str, alone: "ObservedInputs") -> bool:
         """Return whether every input is [tokens, rows, ...], with one row in `alone`, the same
         otherwise.

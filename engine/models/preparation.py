@@ -146,7 +146,7 @@ def prepare_layers(
     replaceable = {
         name: ReplaceableNorm(norm)
         for name, norm in norms.items()
-        if observed.inputs[name] and observed.is_ordered(name, spec.rows)
+        if observed.inputs[name] and _can_be_mapped(name, observed, spec)
     }
     parts = {name: parts[name] for name in wrapped}
     return PreparedLayers(wrapped, parts, image_layers, replaceable, chosen, refusals)
@@ -203,6 +203,12 @@ def _unordered(
         for name in names
         if not observed.is_ordered(name, _rows_of(spec, candidates[name].role))
     )
+
+
+def _can_be_mapped(norm: str, observed: ObservedInputs, spec: ProbeSpec) -> bool:
+    """Return whether every input of a norm can be mapped, also in a packed pass of many rows."""
+    is_ordered = observed.is_ordered(norm, spec.rows)
+    return is_ordered and (bool(spec.rows.alone) or observed.sees_tokens(norm))
 
 
 def _rows_of(spec: ProbeSpec, role: Role) -> RowShapes:

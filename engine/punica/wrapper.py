@@ -107,6 +107,7 @@ class PunicaWrapper:
         self.prompt_slots: Tensor | None = None
         self.groups: Groups | None = None
         self.prompt_groups: Groups | None = None
+        self._active_slots: frozenset[int] | None = frozenset()
 
     def update_metadata(self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None]) -> bool:
         """Replace adapter ids by slots and groups; return False if nothing has changed.
@@ -132,6 +133,7 @@ class PunicaWrapper:
         self._derived.clear()
         self.batch = object()
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
+        self._active_slots = None
         self._mapping, self._layout = mapping, layout
         return True
 
@@ -168,6 +170,15 @@ class PunicaWrapper:
         )
         is_fixed = not (self._is_derived or self._has_saved())
         return LaunchKey(tokens, prompts, self.grouper.buffer_identity, is_fixed)
+
+    @property
+    def active_slots(self) -> frozenset[int]:
+        """The slots of the batch's adapters."""
+        if self._active_slots is None:
+            known = [one for one in (self.token_slots, self.prompt_slots) if one is not None]
+            slots = {slot for one in known for slot in torch.unique(one).tolist()}
+            self._active_slots = frozenset(slots - {-1})
+        return self._active_slots
 
     @contextmanager
     def only_row(self, row: int) -> Iterator[None]:

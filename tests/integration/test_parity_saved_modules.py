@@ -8,16 +8,22 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from loradock.engine.adapters import LoRAModel, LoRARequest, PEFTHelper
 from loradock.engine.config import LoRAConfig
 from loradock.engine.errors import AdapterDoesNotFit
 from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.manager_examples import PROMPT, VOCABULARY, base
+from tests.support.engine.parity_bench import ParityBench, ParityRow, PeftReference, read
+from tests.support.models.causal_configs import build_config, build_model
+from tests.support.models.common_fields import POSITIONS
 
 torch.set_num_threads(1)
+TEXT = (3, 14, 15, 92, 65, 35, 89, 79, 32, 38)
 SAVED = {
     "head and embedding": ["lm_head", "embed_tokens"],
     "unpacked": ["o_proj", "down_proj"],
@@ -28,13 +34,22 @@ SAVED = {
 }
 
 
-def save(directory: Path, saved: list[str], seed: int = 1) -> PeftModel:
+HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Models with a norm over each head of queries and of keys."""
+
+
+def save(
+    directory: Path,
+    saved: list[str] | None,
+    seed: int = 1,
+    model: PreTrainedModel | None = None,
+) -> PeftModel:
     """Save an adapter that was trained on q_proj and on whole modules; return PEFT's model."""
     torch.manual_seed(seed)
     config = LoraConfig(
         r=4, lora_alpha=6, target_modules=["q_proj"], modules_to_save=saved, init_lora_weights=False
     )
-    model = get_peft_model(deepcopy(base()), config).eval()
+    model = get_peft_model(deepcopy(base()) if model is None else model, config).eval()
     for name, parameter in model.named_parameters():
         if "modules_to_save" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -49,6 +64,10 @@ def make_worker() -> LRUCacheWorkerLoRAManager:
         deepcopy(base()), 8, 256, VOCABULARY, config, "cpu", device_bytes_max=1 << 20, checked=True
     )
     return LRUCacheWorkerLoRAManager(manager)
+
+
+def make_model(model: PreTrainedModel) -> CausalModel:
+    return CausalModel(model, LoRAConfig(max_lora_rank=64, max_loras=2), max_model_len=POSITIONS)
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -67,6 +86,50 @@ def test_whole_modules_are_replaced_for_the_rows_of_their_adapter(
     for at, row in enumerate(rows):
         model = references.get(row, base())
         assert relative_error(found[at], model(input_ids=tokens).logits[0]) < 1e-5, row
+
+
+@pytest.mark.parametrize("model_type", HEAD_NORMS)
+@pytest.mark.parametrize("names", [(0, 0), (1, 0), (1, 1), (None, 0, 1)])
+@torch.no_grad()
+def test_norms_of_heads_are_replaced_in_packed_and_padded_passes(
+    model_type: str, names: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    """Their inputs have a row per head of each token; PEFT saves them where "norm" is named."""
+    saved = {"norms": ["norm"], "plain": None}
+    models = {
+        name: save(tmp_path / name, modules, seed, build_model(model_type))
+        for seed, (name, modules) in enumerate(saved.items(), start=1)
+    }
+    reference = PeftReference(models)
+    bench = ParityBench(make_model(build_model(model_type)), tmp_path, 2, 1 << 20)
+    for slot, name in enumerate(saved):
+        bench.write(slot, name)
+    assert not bench.refusal_of_flat_passes()
+    adapters = [None if at is None else [*saved][at] for at in names]
+    rows: list[ParityRow] = [(name, TEXT[row : 2 * row + 4]) for row, name in enumerate(adapters)]
+    steps = TEXT[:2]
+    expected = [
+        torch.stack([reference.logits(name, (*prompt, *steps[:at])) for name, prompt in rows])
+        for at in range(len(steps) + 1)
+    ]
+    for found in (bench.flat_steps(rows, steps, 3), bench.steps(rows, steps)):
+        assert max(map(relative_error, found, expected)) < 1e-5
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (16, 1)])
+def test_norms_over_transposed_heads_can_not_be_replaced(
+    heads: tuple[int, int], tmp_path: Path
+) -> None:
+    """A packed pass can't map their rows, also where there are as many heads as tokens."""
+    config = build_config("apertus")
+    config.dtype = "float32"
+    config.num_attention_heads, config.num_key_value_heads = heads
+    model = make_model(AutoModelForCausalLM.from_config(config))
+    norms = {name.rpartition(".")[2] for name in model.norms}
+    assert norms == {"attention_layernorm", "feedforward_layernorm", "norm"}
+    save(tmp_path / "norms", ["norm"], model=deepcopy(build_model("apertus")))
+    with pytest.raises(AdapterDoesNotFit, match="norm"):
+        read(model, tmp_path, "norms")
 
 
 @torch.no_grad()
