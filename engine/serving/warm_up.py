@@ -5,13 +5,13 @@ small batch for each regime. Its rows use adapters in empty slots, whose deltas 
 """
 
 import time
+from collections.abc import Iterator
 from typing import Final
 
 import structlog
 import torch
 
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica.mapping import LoRAMapping
 from loradock.engine.punica.wrapper import PunicaWrapper
@@ -29,13 +29,28 @@ def warm_up(
     batches = punica.batches_to_compile(TOKENS_MAX, max_loras)
     before = time.monotonic()
     for tokens, adapters in batches:
-        width = 1 if tokens <= max_num_seqs else min(tokens, model.max_model_len)
-        _run(model, punica, (-(-tokens // width), width), adapters, max_loras)
+        for shape in _shapes_of(model, tokens, max_num_seqs):
+            _run(model, punica, shape, adapters, max_loras)
     if batches:
         took_s = round(time.monotonic() - before, 3)
         _log.info(
             "the kernels are compiled", batches=len(batches), fused=model.fused, took_s=took_s
         )
+
+
+def _shapes_of(
+    model: CausalModel | PoolingModel, tokens: int, max_num_seqs: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the batches [rows, columns] in which a model computes this number of tokens at once."""
+    columns = min(tokens, model.max_model_len)
+    if isinstance(model, PoolingModel) or model.batching == "padded":
+        columns = 1 if tokens <= max_num_seqs else columns
+        yield -(-tokens // columns), columns
+        return
+    # A prompt is run alone.
+    yield 1, columns
+    if model.batching == "together" and tokens <= max_num_seqs:
+        yield tokens, 1
 
 
 def _run(
@@ -54,6 +69,9 @@ def _run(
     if isinstance(model, PoolingModel):
         model.forward([[0] * columns] * rows)
         return
-    cache = BatchKVCache([0] * rows)
-    cache.lengths = [columns] * rows
-    model.forward(torch.zeros(rows, columns, dtype=torch.int64), cache)
+    cache, zeros = model.new_cache([columns] * rows), torch.zeros(shape, dtype=torch.int64)
+    model.forward(zeros, cache)
+    if model.batching == "together" and columns == 1:
+        # The first tokens of rows are computed one by one, and those after them together.
+        cache.grow(1)
+        model.forward(zeros, cache)
