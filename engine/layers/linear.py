@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from loradock.engine.errors import MODEL_CODE_ERRORS
 from loradock.engine.kernels.packed_linear import (
     PackedWeight,
     can_pack,
@@ -255,7 +256,7 @@ def _is_product(layer: nn.Module) -> bool:
     try:
         with torch.inference_mode():
             y = layer(layer.weight.new_zeros(2, layer.in_features))
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+    except MODEL_CODE_ERRORS:
         # A kind that is split over ranks or quantised may not run here.
         return True
     return isinstance(y, Tensor) and y.shape == (2, layer.out_features)

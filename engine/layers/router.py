@@ -6,16 +6,14 @@ exactly one product with its weight; the delta is added to that product.
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from loradock.engine.errors import MODEL_CODE_ERRORS
 from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
-
-_FAILURES: Final = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Exceptions of foreign code that is called in an unsupported way."""
 
 
 class _LinearHook(TorchFunctionMode):
@@ -92,6 +90,6 @@ def _count_products(layer: nn.Module, weight: Tensor) -> int:
     try:
         with torch.inference_mode(), _LinearHook(weight.shape, record):
             layer(rows, *others)
-    except _FAILURES:
+    except MODEL_CODE_ERRORS:
         return 0
     return len(seen)

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from loradock.engine.errors import MODEL_CODE_ERRORS
 from loradock.engine.kernels.interface import ACTIVATIONS, FusedOperations
 from loradock.engine.models.observation import relative_difference
 
@@ -97,7 +98,7 @@ def _norm_offset(module: nn.Module, operations: FusedOperations) -> float | None
             own = torch.func.functional_call(module, {"weight": factors}, (x,))
             eps = _epsilon_of(module)
             found = {offset: operations.rms_norm(x, factors, eps, offset) for offset in _OFFSETS}
-    except (TypeError, ValueError, RuntimeError):
+    except MODEL_CODE_ERRORS:
         return None
     return next((offset for offset in _OFFSETS if _is_equal(found[offset], own)), None)
 
@@ -173,7 +174,7 @@ def _activation(module: nn.Module, operations: FusedOperations) -> tuple[str, st
         with torch.no_grad():
             own = probe(x)
             found = {one: down(operations.gate(gate(x), up(x), one)) for one in ACTIVATIONS}
-    except (TypeError, ValueError, RuntimeError, AttributeError):
+    except MODEL_CODE_ERRORS:
         return None
     equal = next((one for one in ACTIVATIONS if _is_equal(found[one], own)), None)
     return None if equal is None else (equal, like.device.type)
@@ -225,7 +226,7 @@ def _layer_arguments(module: nn.Module, operations: FusedOperations) -> _LayerAr
         with torch.no_grad():
             own, passed = probe(x, **given), attention.named
             fused = _run_layer(probe, x, given, operations)
-    except (TypeError, ValueError, RuntimeError, AttributeError):
+    except MODEL_CODE_ERRORS:
         return None
     return found if passed == attention.named and _is_equal(fused, own) else None
 
@@ -290,7 +291,7 @@ def _fuse_rotation(module: Any, like: Tensor, operations: FusedOperations) -> bo
     try:
         with torch.no_grad():
             expected, found = own(*operands), operations.rotate(*operands)
-    except (TypeError, ValueError, RuntimeError):
+    except MODEL_CODE_ERRORS:
         return False
     if not all(map(_is_equal, found, expected)):
         return False
