@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from loradock.fleet.resolver import CatalogueResolver
     from loradock.gateway.inference.traces import Traces
 
-_MODEL_RETRY_S: Final = 0.5
 _SERVER_RETRY_S: Final = 1.0
 
 log = structlog.get_logger("gateway")
@@ -143,13 +142,13 @@ class Gateway:
 
     async def _wait_for_model(self) -> None:
         """Use the engine's name of the model, if no directory is configured."""
-        while not self.names.directory:
-            status = self.table.status
-            if status is not None and status.model:
-                self.names.set_own_name(status.model)
-                log.warning("chats are not served: --model is needed", model=status.model)
-                return
-            await asyncio.sleep(_MODEL_RETRY_S)
+        if self.names.directory:
+            return
+        table, changed = self.table, self.follower.changed
+        async with changed:
+            model = await changed.wait_for(lambda: table.status.model if table.status else "")
+        self.names.set_own_name(model)
+        log.warning("chats are not served: --model is needed", model=model)
 
 
 def _catalogue_of(config: GatewayConfig) -> "CatalogueResolver | None":

@@ -1,5 +1,6 @@
 """The process: its exit statuses, its address, and its end with requests in flight."""
 
+import asyncio
 import json
 import shutil
 import socket
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from loradock.client import async_client, sockets
 from loradock.gateway.address import parse_address
@@ -25,6 +27,7 @@ from loradock.processes.progress import Progress, Step
 from loradock.processes.subprocesses import EXIT_CONFIG, EXIT_SOCKET
 from tests.support.gateway.served import Served, post_bytes, read_all, serve_gateway
 from tests.support.plain_logs import reset_logs
+from tests.support.simulation.message_examples import example_of
 from tests.support.simulation.standin_controller import StandIn
 from tests.support.waiting import HANG_S, wait_until
 
@@ -124,6 +127,22 @@ def test_a_server_can_start_for_the_first_time_after_its_gateway(
         # The server has answered that it does not know the module.
         assert process.run(config) == EXIT_CONFIG
         starting.join()
+
+
+def test_the_model_has_its_name_with_the_first_status_that_has_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        served = gateway.Gateway(GatewayConfig(directory=str(tmp_path)))
+        named = asyncio.create_task(served._wait_for_model())
+        for model in ("", "tiny"):
+            served.table.set_status(replace(example_of(rq.StatusShown), model=model))
+            await served.follower.notify()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert named.done() == bool(model)
+        assert served.names.base == "tiny"
+        await served.client.close()
+
+    asyncio.run(main())
 
 
 def test_a_refused_key_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
