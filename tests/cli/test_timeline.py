@@ -5,40 +5,19 @@ import json
 import pytest
 
 from loradock.cli.timeline import events_of
-from loradock.controller.core.limits import RULES, Limits, limits_to
 from loradock.controller.log.events import EventWriter
 from loradock.controller.log.writer import Log
 from loradock.gateway import web
 from loradock.messages import events as ev
-from loradock.messages.records import FORMAT, ControllerStarted, Header, Record
-from loradock.messages.reports import (
-    AdapterChecked,
-    EngineInventory,
-    SlotWritten,
-    WeightsLoaded,
-    WeightsStaged,
-)
-from loradock.messages.requests import HoldAdapter, ReleaseAdapter
+from loradock.messages.records import Record
 from tests.support.simulation.command_runs import run
-
-LIMITS = Limits(max_loras=2, max_cpu_loras=4)
-HISTORY = (
-    ControllerStarted(1),
-    EngineInventory("engine", 1, "model", 2, 1 << 40),
-    HoldAdapter("r-1", "upper"),
-    AdapterChecked(1, "fingerprint", 8, 100, 50),
-    WeightsLoaded(2),
-    WeightsStaged(3),
-    SlotWritten(4),
-    ReleaseAdapter("r-2", "upper"),
-)
+from tests.support.simulation.logged_histories import HISTORY, LIMITS, header_of
 
 
 @pytest.fixture
 def directory(tmp_path):
     """A server's directory with a log."""
-    header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
-    with Log(tmp_path / "log", header) as log:
+    with Log(tmp_path / "log", header_of(LIMITS)) as log:
         for seq, message in enumerate(HISTORY, start=1):
             log.append([Record(1000 * seq, message)], 1)
     return tmp_path

@@ -17,28 +17,9 @@ from loradock.controller.log.replay import check_rules, replay
 from loradock.controller.log.writer import Log
 from loradock.messages.base import Message
 from loradock.messages.events import AdapterReleased
-from loradock.messages.records import FORMAT, ControllerStarted, Header, Input, Record
-from loradock.messages.reports import (
-    AdapterChecked,
-    EngineInventory,
-    SlotWritten,
-    WeightsLoaded,
-    WeightsStaged,
-)
-from loradock.messages.requests import HoldAdapter, ReleaseAdapter
+from loradock.messages.records import FORMAT, ControllerStarted, Header, Record
+from tests.support.simulation.logged_histories import HISTORY, LIMITS
 from tests.support.simulation.workload import random_history
-
-LIMITS = Limits(max_loras=2, max_cpu_loras=4)
-HISTORY: list[Input] = [
-    ControllerStarted(1),
-    EngineInventory("engine", 1, "model", 2, 1 << 40),
-    HoldAdapter("r-1", "upper"),
-    AdapterChecked(1, "fingerprint", 8, 100, 50),
-    WeightsLoaded(2),
-    WeightsStaged(3),
-    SlotWritten(4),
-    ReleaseAdapter("r-2", "upper"),
-]
 
 
 def header(limits: Limits = LIMITS, rules: int = RULES) -> Header:

@@ -1,4 +1,4 @@
-"""Logs of random histories, for the tests of snapshots."""
+"""Histories for the tests of logs: random ones, and a short one of one adapter."""
 
 from functools import cache
 from pathlib import Path
@@ -10,13 +10,34 @@ from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import RULES, Limits, limits_to
 from loradock.controller.log.storage import DISK, Storage
 from loradock.controller.log.writer import Log
-from loradock.messages.records import FORMAT, Header, Record
+from loradock.messages.records import FORMAT, ControllerStarted, Header, Input, Record
+from loradock.messages.reports import (
+    AdapterChecked,
+    EngineInventory,
+    SlotWritten,
+    WeightsLoaded,
+    WeightsStaged,
+)
+from loradock.messages.requests import HoldAdapter, ReleaseAdapter
 from tests.support.simulation.workload import random_history
 
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 SEGMENT_BYTES = 900
 """A history has several segments of this size."""
+
+LIMITS = Limits(max_loras=2, max_cpu_loras=4)
+HISTORY: tuple[Input, ...] = (
+    ControllerStarted(1),
+    EngineInventory("engine", 1, "model", 2, 1 << 40),
+    HoldAdapter("r-1", "upper"),
+    AdapterChecked(1, "fingerprint", 8, 100, 50),
+    WeightsLoaded(2),
+    WeightsStaged(3),
+    SlotWritten(4),
+    ReleaseAdapter("r-2", "upper"),
+)
+"""An adapter is loaded, held and released."""
 
 
 @cache
