@@ -106,6 +106,7 @@ BAD_EXPERTS: list[tuple[list[torch.Tensor], torch.Tensor, dict[str, object], str
     ([torch.zeros(3, 6)], GOOD_X, {}, r"experts: 1 outputs; the layer has 2 slices"),
     ([], torch.zeros(2, 12), {}, r"experts: x is \[2, 12\]; \[3, 12\] is needed"),
     ([], torch.zeros(12, 3).T, {}, r"experts: x has strides \(1, 3\)"),
+    ([], torch.zeros(3, 12, device="meta"), {}, "experts: x is on meta; the weights are on cpu"),
     ([], GOOD_X.half(), {}, r"experts: y is torch.float32; torch.float16 is needed"),
     ([], GOOD_X.long(), {}, r"experts: x is torch.int64; a floating dtype is needed"),
     ([torch.zeros(3, 4), torch.zeros(3, 4)], GOOD_X, {}, r"experts: y is \[3, 4\]; \[3, 6\]"),

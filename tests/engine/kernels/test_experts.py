@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from loradock.engine.kernels import Kernels
-from loradock.engine.kernels.expert_groups import group_experts, sort_by_expert
+from loradock.engine.kernels.expert_groups import sort_by_expert
 from loradock.engine.layout import ModuleKind
 from tests.support.kernels.expert_cases import (
     SHAPES,
@@ -26,7 +26,6 @@ from tests.support.kernels.kernel_cases import (
     Case,
     Shape,
     error_of,
-    groups_of,
     kernels_of,
     make_case,
     mixed_rows,
@@ -143,23 +142,3 @@ def test_the_same_batch_has_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_invariant_pair_has_the_same_bits_in_every_batch(name: str) -> None:
     assert_batch_invariant(kernels_of(name, batch_invariant=True), added)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_operands_that_do_not_fit_are_refused(name: str) -> None:
-    routing, rows = routed(2, 4, "spread", Random(1)), [0, -1]
-    case = make_case(SHAPES[0], [-1] * 6, torch.float32, seed=1)
-    groups, kernels = groups_for(case, routing, rows), kernels_of(name)
-    other = group_experts(groups_of(rows), lambda _: True, routing.top_k_index, 5)
-    good = (case.y,)
-    for ys, x, taken, words in [
-        (good, case.x[:5], groups, r"experts: x is \[5, 48\]; \[6, 48\] is needed"),
-        (good, case.x.T.contiguous().T, groups, r"experts: x has strides \(1, 6\)"),
-        (good, case.x.to("meta"), groups, "experts: x is on meta; the weights are on cpu"),
-        ((case.y[:, 1:],), case.x, groups, r"experts: y is \[6, 79\]; \[6, 80\] is needed"),
-        ((case.y.half(),), case.x, groups, "experts: y is torch.float16; torch.float32 is needed"),
-        ((case.y, case.y), case.x, groups, "experts: 2 outputs; the layer has 1 slices"),
-        (good, case.x, other, "experts: the groups are of 5 experts; the layer has 4"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            kernels.experts(ys, x, case.slices, taken)
