@@ -7,8 +7,9 @@ An adapter's template is a program from whoever can load adapters. Jinja's sandb
 Python's objects, but two nested loops or one multiplication take any time or memory, and nothing
 inside a process can end them. So they run in a process that the system ends, `main`. Requests and
 answers are lines of JSON. A request is `{"source", "special_tokens"}`, with `messages` and
-`variables` if it is to be rendered; the answer is `{"reads_parts"}`, `{"text"}`, or `{"error"}`. A
-request that exceeds a bound has no answer.
+`variables` if it is to be rendered; the answer is `{"reads_parts"}`, `{"text"}`, `{"error"}`, or
+`{"characters"}` of a text that is longer than any prompt. A request that exceeds a bound has no
+answer.
 """
 
 import json
@@ -26,12 +27,15 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
+from loradock.messages.prompts import PROMPT_CHARACTERS_MAX
+
 CPU_S: Final = 2.0
 """The processor time of one request; other processes on the machine don't count."""
 MEMORY_BYTES: Final = 512 << 20
 """The address space of the process."""
 
 _TEMPLATES_MAX: Final = 32
+_ERROR_CHARACTERS_MAX: Final = 1000
 
 TEMPLATE_BYTES_MAX: Final = 1 << 20
 
@@ -157,9 +161,12 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         template = _compiled(request["source"], tuple(sorted(request["special_tokens"].items())))
         if "messages" not in request:
             return {"reads_parts": template.reads_parts}
-        return {"text": template.render(request["messages"], request["variables"])}
+        text = template.render(request["messages"], request["variables"])
+        is_too_long = len(text) > PROMPT_CHARACTERS_MAX
+        return {"characters": len(text)} if is_too_long else {"text": text}
     except (TemplateError, ValueError) as error:
-        return {"error": str(error)}
+        # A template can refuse with a text of any length.
+        return {"error": str(error)[:_ERROR_CHARACTERS_MAX]}
     except MemoryError:
         # What other templates hold may be what is missing, so the next request has a new process.
         sys.exit(1)

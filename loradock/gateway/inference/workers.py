@@ -1,13 +1,10 @@
 """Threads for work that would stop the event loop, shared equally among HTTP clients.
 
-A client is one key, header value or address (`loradock.gateway.http.security`). It occupies at most
-one thread; the others of its pieces of work wait, as do the pieces of all clients while no thread
-is free. Clients take turns, a piece each. So a client with one piece waits at most for the pieces
-that run and for one piece of each other client that waits.
+A client occupies at most one thread; the others of its pieces of work wait, as do the pieces of all
+clients while no thread is free. Clients take turns (`turns.py`), a piece each.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +12,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from loradock.gateway.http.endpoint import CLIENT
+from loradock.gateway.inference.turns import Turns
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -32,24 +30,21 @@ class Workers:
     """The threads of one event loop."""
 
     def __init__(self, threads: int = THREADS) -> None:
-        self._threads_max: Final = threads
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="worker")
-        # Clients in the order of their turns, each with its pieces of work that wait.
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._running: set[str] = set()
+        self._turns = Turns(threads)
 
     async def run(self, size: int, work: Callable[[], R]) -> R:
         """Return the result of work of this many characters or tokens, in the client's turn."""
         if size <= INLINE_SIZE:
             return work()
         client = CLIENT.get()
-        await self._wait_for_turn(client)
+        await self._turns.begin(client)
         loop = asyncio.get_running_loop()
 
         def on_done(_: object) -> None:
             # The loop may be closed, and with it the gateway.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._end_turn, client)
+                loop.call_soon_threadsafe(self._turns.end, client)
 
         running = self._threads.submit(work)
         # The thread may run on after its request was cancelled.
@@ -68,40 +63,6 @@ class Workers:
     def close(self) -> None:
         """Start no further work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _wait_for_turn(self, client: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
-        self._begin_turns()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._end_turn(client)
-            raise
-
-    def _begin_turns(self) -> None:
-        for client in list(self._waiting):
-            if len(self._running) == self._threads_max:
-                return
-            if client not in self._running:
-                self._begin_turn(client)
-
-    def _begin_turn(self, client: str) -> None:
-        """Begin the turn of a client, which is then the last in the order."""
-        turns = self._waiting.pop(client)
-        while turns:
-            turn = turns.popleft()
-            if not turn.cancelled():
-                turn.set_result(None)
-                self._running.add(client)
-                break
-        if turns:
-            self._waiting[client] = turns
-
-    def _end_turn(self, client: str) -> None:
-        self._running.discard(client)
-        self._begin_turns()
 
 
 def _pieces(texts: Iterable[str]) -> Iterable[list[str]]:

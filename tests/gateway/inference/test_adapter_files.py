@@ -215,6 +215,14 @@ def test_a_hostile_template_ends_with_its_request(saved: Any, template: Any) -> 
     assert saved.post(PATH, {"model": saved.name, "messages": HELLO}).status_code == 400
 
 
+def test_a_prompt_of_an_adapters_template_is_refused_as_one_of_the_models(saved: Any) -> None:
+    (saved.adapter / "chat_template.jinja").write_text("{{ messages[0].content * 1000001 }}")
+    body = {"model": saved.name, "messages": [{"role": "user", "content": "x"}]}
+    error = saved.refused(PATH, body)
+    assert error["code"] == "context_length_exceeded"
+    assert "1000001 characters" in error["message"]
+
+
 def test_others_are_served_while_a_template_runs(saved: Any) -> None:
     (saved.adapter / "chat_template.jinja").write_text(HOSTILE[0])
     answers = []

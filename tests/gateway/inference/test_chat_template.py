@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from loradock.gateway.inference.chat_template import ChatTemplate, TemplateError
+from loradock.gateway.inference.chat_template import ChatTemplate, TemplateError, _answer
 from loradock.gateway.inference.model_files import read_model_files
 from loradock.gateway.inference.prompts import Message, TextPart, conversation_of
 from loradock.gateway.inference.tokenizer import Tokenizer
+from loradock.messages.prompts import PROMPT_CHARACTERS_MAX
 from tests.support.gateway.served import CHAT_TEMPLATE, model_directory
 
 CHATML = """\
@@ -77,6 +78,14 @@ def test_contents_are_texts_or_parts_as_the_template_reads_them() -> None:
 def test_a_template_that_fails_refuses_the_messages(source: str, match: str) -> None:
     with pytest.raises(TemplateError, match=match):
         ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], {})
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 'x' * 9000000 }}", "{{ raise_exception('x' * 9000000) }}", "{{ 'x' * 1000000 }}"]
+)
+def test_the_process_answers_no_more_than_a_prompt_can_have(source: str) -> None:
+    request = {"source": source, "special_tokens": {}, "messages": [], "variables": {}}
+    assert len(json.dumps(_answer(request))) <= PROMPT_CHARACTERS_MAX + len('{"text": ""}')
 
 
 def test_a_template_with_wrong_syntax_is_refused() -> None:
