@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.jobs import InlineJobs
-from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.row_cache import RowStates
-from loradock.engine.residency.staging import stage
 from loradock.engine.serving import prefix_states
 from loradock.engine.serving.blocks import BLOCK_TOKENS
-from loradock.engine.serving.queue import SlotTable
 from loradock.messages.prompts import Sampling
-from tests.support.engine.generation_bench import SchedulerDriver
+from tests.support.engine.generation_bench import GenerationBench
 from tests.support.models.causal_configs import build_model
 from tests.support.models.causal_parity import (
     ERROR_MAX,
@@ -59,7 +54,7 @@ def test_prompts_that_begin_with_stored_states_match_peft(
 ) -> None:
     monkeypatch.setattr(prefix_states, "STORED_TOKENS_MIN", BLOCK_TOKENS)
     reference = Reference(model_type, tmp_path)
-    driver = driver_of(model_type, tmp_path)
+    driver = bench_of(model_type, tmp_path)
     shared, sampling = prompt_of(1, 2 * BLOCK_TOKENS), Sampling(max_tokens=4, ignore_eos=True)
     name, other = reference.names[1:3]
     ends = [prompt_of(row, length) for row, length in ((2, 17), (3, 18), (4, 9), (5, 3))]
@@ -91,7 +86,7 @@ def test_prompts_are_computed_whole_if_memory_lacks_for_states(
 
     monkeypatch.setattr(prefix_states, "STORED_TOKENS_MIN", BLOCK_TOKENS)
     reference = Reference("lfm2", tmp_path)
-    driver = driver_of("lfm2", tmp_path)
+    driver = bench_of("lfm2", tmp_path)
     monkeypatch.setattr(RowStates, fails, lack)
     row = (reference.names[1], prompt_of(1, 2 * BLOCK_TOKENS + 1))
     for _ in range(2):
@@ -111,7 +106,7 @@ def test_rows_in_an_order_of_the_model_match_peft_in_process(
 
 def assert_scheduled_rows_match(model_type: str, root: Path, reference: Reference) -> None:
     """Rows that wait, join, are preempted and leave have the tokens of `generate`."""
-    driver = driver_of(model_type, root)
+    driver = bench_of(model_type, root)
     names = reference.names
     rows = [(names[row % len(names)], prompt_of(row, length)) for row, length in enumerate(LENGTHS)]
     sampling = Sampling(max_tokens=STEPS, ignore_eos=True)
@@ -129,14 +124,8 @@ def assert_scheduled_rows_match(model_type: str, root: Path, reference: Referenc
         assert driver.output(op)[0] == reference.generate(*row)[1], row
 
 
-def driver_of(model_type: str, root: Path) -> SchedulerDriver:
+def bench_of(model_type: str, root: Path) -> GenerationBench:
     wanted = LoRAConfig(max_lora_rank=64, max_loras=len(RANKS), lora_dtype="float32")
     model = CausalModel(build_model(model_type), wanted, max_model_len=POSITIONS)
-    arena, punica, lora_config = bind_lora(model, wanted, 4 << 20)
-    for slot, name in enumerate(RANKS):
-        loaded = read_adapter(name, [root], model.adapter_target(lora_config))
-        arena.begin_write(slot, 1, stage(loaded.model, model.shapes, lora_config.dtype))
-        arena.finish_write(slot)
-    slots = SlotTable(arena, [slot + 1 for slot in range(len(RANKS))])
     config = EngineConfig(Path(), device="cpu", max_num_seqs=3, max_num_batched_tokens=16)
-    return SchedulerDriver(model, punica, slots, config, list(RANKS), InlineJobs())
+    return GenerationBench(model, root, config, tuple(RANKS), max_lora_rank=64)

@@ -11,23 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from loradock.engine.adapters import read_adapter
 from loradock.engine.config import EngineConfig, LoRAConfig
-from loradock.engine.jobs import InlineJobs
-from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.residency.arena import Arena
-from loradock.engine.residency.staging import Blob, stage
+from loradock.engine.residency.staging import Blob
 from loradock.engine.serving.padded_batch import PaddedBatch, PrefillBatch
 from loradock.engine.serving.paged_batch import PagedBatch
 from loradock.engine.serving.paged_cache import PagedKVCache
-from loradock.engine.serving.queue import SlotTable
 from loradock.messages.errors import ErrorCode
 from loradock.messages.prompts import Sampling, Structure
 from loradock.messages.reports import GenerationEnded, OperationFailed
 from loradock.messages.requests import TokensStreamed
 from tests.support.engine.block_memory import check_pool
-from tests.support.engine.generation_bench import NAMES, PROMPTS, SchedulerDriver
+from tests.support.engine.generation_bench import NAMES, PROMPTS, GenerationBench, SchedulerDriver
 from tests.support.engine.image_bench import ImageBench, PeftReference, PromptRow
 from tests.support.engine.slot_turns import Rotation
 from tests.support.models.causal_configs import build_model
@@ -460,25 +456,17 @@ def test_rows_with_states_are_suspended_with_them(model_type: str, tmp_path: Pat
     reference = Reference(model_type, tmp_path)
     wanted = LoRAConfig(max_lora_rank=64, max_loras=len(RANKS), lora_dtype="float32")
     model = CausalModel(build_model(model_type), wanted, max_model_len=POSITIONS)
-    arena, punica, lora_config = bind_lora(model, wanted, 4 << 20)
-    blobs = {}
-    for slot, name in enumerate(RANKS):
-        loaded = read_adapter(name, [tmp_path], model.adapter_target(lora_config))
-        blobs[slot + 1] = stage(loaded.model, model.shapes, lora_config.dtype)
-        arena.begin_write(slot, 1, blobs[slot + 1])
-        arena.finish_write(slot)
-    slots = SlotTable(arena, [slot + 1 for slot in range(len(RANKS))])
     config = EngineConfig(Path(), device="cpu", max_num_seqs=8, max_num_batched_tokens=16)
-    driver = SchedulerDriver(model, punica, slots, config, list(RANKS), InlineJobs())
-    assert type(driver.scheduler.batch._cache).__name__ == KINDS[model_type]
+    bench = GenerationBench(model, tmp_path, config, tuple(RANKS), max_lora_rank=64)
+    assert type(bench.scheduler.batch._cache).__name__ == KINDS[model_type]
     names = reference.names
     rows = [(names[row % len(names)], prompt_of(row, length)) for row, length in enumerate(LENGTHS)]
     sampling = Sampling(max_tokens=STEPS, ignore_eos=True)
-    ops = {driver.start(*row, sampling): row for row in rows}
-    assert run_in_moving_slots(driver, arena, blobs) > 2 * len(rows)
+    ops = {bench.start(*row, sampling): row for row in rows}
+    assert run_in_moving_slots(bench, bench.arena, bench.blobs) > 2 * len(rows)
     for op, row in ops.items():
-        assert driver.output(op)[0] == reference.generate(*row)[1], row
-    assert driver.scheduler.kv_use.size_bytes == 0
+        assert bench.output(op)[0] == reference.generate(*row)[1], row
+    assert bench.scheduler.kv_use.size_bytes == 0
 
 
 @pytest.mark.parametrize("is_paged", [True, False])

@@ -146,21 +146,25 @@ class SchedulerDriver:
 
 
 class GenerationBench(SchedulerDriver):
-    """A text model with the example adapters; `blobs`: what is written into slots, by id."""
+    """A text model with adapters of `root`; `blobs`: what is written into slots, by id."""
 
     def __init__(
-        self, model: CausalModel, root: Path, config: EngineConfig, **lora_fields: object
+        self,
+        model: CausalModel,
+        root: Path,
+        config: EngineConfig,
+        names: Sequence[str] = NAMES,
+        **lora_fields: object,
     ) -> None:
-        wanted = LoRAConfig(
-            max_lora_rank=16, max_loras=len(NAMES), lora_dtype="float32", **lora_fields
-        )
-        self.arena, punica, self.lora_config = bind_lora(model, wanted, 1 << 20)
+        fields = {"max_lora_rank": 16, "max_loras": len(names), "lora_dtype": "float32"}
+        wanted = LoRAConfig(**fields | lora_fields)
+        self.arena, punica, self.lora_config = bind_lora(model, wanted, 4 << 20)
         self.arena.data.fill_(torch.nan)
-        self.residents: list[int | None] = [None] * len(NAMES)
+        self.residents: list[int | None] = [None] * len(names)
         slots = SlotTable(self.arena, self.residents)
-        super().__init__(model, punica, slots, config, NAMES, InlineJobs())
+        super().__init__(model, punica, slots, config, names, InlineJobs())
         self.blobs: dict[int, Blob] = {}
-        for slot, name in enumerate(NAMES):
+        for slot, name in enumerate(names):
             loaded = read_adapter(name, [root], model.adapter_target(self.lora_config))
             self.blobs[slot + 1] = stage(loaded.model, model.shapes, torch.float32)
             self.write(slot, slot + 1, 1)
