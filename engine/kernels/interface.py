@@ -71,8 +71,8 @@ class Kernels(NamedTuple):
     `plan_linear`: makes a plan of `linear`; None if the implementation prepares nothing.
     `attention`: over blocks; None if PyTorch's own functions are to be used. `fused`: in place of
     a model's own norms and rotations; None if these are to be used.
-    `variant_of`: what identifies the compiled kernels of a batch with these bounds; None if the
-    implementation compiles nothing.
+    `variant_of`: what identifies the kernels that are compiled for a batch of rows with these
+    bounds; None if the implementation compiles nothing. Those of experts are for batches of pairs.
     """
 
     shrink: ShrinkKernel

@@ -137,21 +137,27 @@ class PunicaWrapper:
         self._mapping, self._layout = mapping, layout
         return True
 
-    def batches_to_compile(self, tokens_max: int, max_loras: int) -> list[tuple[int, int]]:
+    def batches_to_compile(
+        self, tokens_max: int, max_loras: int, *, has_experts: bool = False
+    ) -> list[tuple[int, int]]:
         """Return the smallest batch, (rows, adapters), for each set of compiled kernels.
 
         Together they are all that batches of at most `tokens_max` rows need; none for kernels that
-        aren't compiled.
+        aren't compiled. `has_experts`: the largest batch is the last, because kernels of experts
+        are for pairs of rows and experts, and have no more than two sets: for few, and for many.
         """
         if self._kernels.variant_of is None:
             return []
         found: dict[object, tuple[int, int]] = {}
         sizes = [1 << power for power in range(next_power_of_two(tokens_max).bit_length())]
         for rows in sizes:
-            for adapters in [size for size in sizes if size <= min(rows, max_loras)]:
+            # The bounds of more adapters than the last of these powers are those of all slots.
+            counts = [*sizes[: max_loras.bit_length()], max_loras]
+            for adapters in [count for count in counts if count <= min(rows, max_loras)]:
                 bounds = self.grouper.bounds_of(rows, adapters, max_loras)
                 found.setdefault(self._kernels.variant_of(bounds), (rows, adapters))
-        return list(found.values())
+        largest = [(tokens_max, 1)] if has_experts else []
+        return [*found.values(), *largest]
 
     def _group(self, token_slots: Tensor, prompt_slots: Tensor, max_loras: int) -> None:
         self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, max_loras)

@@ -157,10 +157,9 @@ class TritonOperations:
         self._cache = LayerOperandCache()
         self._workspace = Workspace()
 
-    def variant_of(self, bounds: GroupBounds) -> tuple[str, str]:
-        """Return the regimes of a batch, which choose its launches' constants."""
-        invariant = self._batch_invariant
-        return regime_of(bounds, invariant), experts_regime_of(bounds, invariant)
+    def variant_of(self, bounds: GroupBounds) -> str:
+        """Return the regime of a batch of rows, which chooses its launches' constants."""
+        return regime_of(bounds, self._batch_invariant)
 
     def shrink(
         self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from loradock.engine.errors import NotResident
 from loradock.engine.kernels import IMPLEMENTATIONS, Kernels, choose_kernels
+from loradock.engine.kernels.gpu.tile_configs import regime_of
 from loradock.engine.kernels.operands import LoRASlices, RowOrder
 from loradock.engine.layout import ModuleKind
 from loradock.engine.punica import LoRAMapping, MappingType, PunicaWrapper
@@ -278,3 +279,22 @@ def test_logits_of_several_streams_have_the_adapters_of_their_rows() -> None:
     for row in range(2):
         a, b = weights[row, 0]
         assert torch.allclose(y.view(2, 2, 3, 4)[row], x[row] @ a.T @ b.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("specialize_active", [False, True])
+@pytest.mark.parametrize("max_loras", [1, 3, 8, 32, 47, 48, 50, 63, 64, 100])
+def test_the_batches_to_compile_are_all_that_any_batch_needs(
+    max_loras: int, specialize_active: bool
+) -> None:
+    kernels = choose_kernels("cpu")._replace(variant_of=regime_of)
+    options = {"specialize_active": specialize_active}
+    punica = PunicaWrapper(torch.device("cpu"), 16, kernels, **options)
+
+    def variant_of(rows: int, adapters: int) -> str:
+        return regime_of(punica.grouper.bounds_of(rows, adapters, max_loras))
+
+    found = [variant_of(*batch) for batch in punica.batches_to_compile(8192, max_loras)]
+    assert len(set(found)) == len(found)
+    for rows in (1, 2, 3, 4, 5, 16, 31, 32, 33, 48, 63, 64, 65, 128, 500, 1536, 1537, 2048, 8192):
+        needed = {variant_of(rows, adapters) for adapters in range(1, min(rows, max_loras) + 1)}
+        assert needed <= set(found), rows
