@@ -143,22 +143,17 @@ class Tiles(NamedTuple):
 class Groups:
     """A batch's rows that use an adapter, sorted stably by slot.
 
-    rows: [n] int64. slots, counts, starts: [active] int64, on the same device as `rows`. spans: the
-    same three on the host. tokens: rows of the whole batch. token_slots: [tokens] int64, each row's
-    slot, -1 for the base model. active: [1] int64 on the device, the number of groups. tiles: one
-    table for each size of `TILE_ROWS`. bounds: the size of launch grids. The device's tables have
-    the capacity of the bounds, so a kernel may read up to `bounds.tokens` entries from the start of
-    `rows` even if the view is shorter.
+    rows: [n] int64. spans: each group, on the host. tokens: rows of the whole batch. token_slots:
+    [tokens] int64, each row's slot, -1 for the base model. tiles: one table for each size of
+    `TILE_ROWS`. bounds: the size of launch grids. The device's tables have the capacity of the
+    bounds, so a kernel may read up to `bounds.tokens` entries from the start of `rows` even if the
+    view is shorter.
     """
 
     rows: Tensor
-    slots: Tensor
-    counts: Tensor
-    starts: Tensor
     spans: tuple[SlotSpan, ...]
     tokens: int
     token_slots: Tensor
-    active: Tensor
     tiles: tuple[Tiles, ...]
     bounds: GroupBounds
 

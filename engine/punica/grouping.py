@@ -96,22 +96,21 @@ class Grouper:
 class _BatchTables:
     """One mapping's tables on the host, and their layout in a buffer.
 
-    The order: the number of active groups; slot, count and start of each group; the tiles of each
-    size; the rows; each token's slot. Every table has the capacity of the bounds, with zeros after
-    its end, and starts at a multiple of 16 bytes, for which kernels are compiled.
+    The order: the tiles of each size; the rows; each token's slot. Every table has the capacity of
+    the bounds, with zeros after its end, and starts at a multiple of 16 bytes, for which kernels
+    are compiled.
     """
 
     def __init__(
         self, token_slots: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, bounds: GroupBounds
     ) -> None:
-        self._token_slots, self._bounds = token_slots, bounds
-        self._rows, self._slots, self._counts = rows, slots, counts
-        self._starts = torch.cumsum(counts, 0) - counts
-        groups = (slots, counts, self._starts)
+        self._token_slots, self._rows, self._bounds = token_slots, rows, bounds
+        groups = slots, counts, torch.cumsum(counts, 0) - counts
+        self._spans = _spans(*groups)
         tiles = [_divide_groups(*groups, block_m).flatten() for block_m in TILE_ROWS]
-        self._tables = (torch.tensor([len(slots)]), *groups, *tiles, rows, token_slots)
+        self._tables = (*tiles, rows, token_slots)
         self._tile_words = [3 * bounds.max_tiles(block_m) for block_m in TILE_ROWS]
-        sizes = [1, *[bounds.groups] * 3, *self._tile_words, bounds.tokens, bounds.tokens]
+        sizes = [*self._tile_words, bounds.tokens, bounds.tokens]
         self._sizes = [size + size % 2 for size in sizes]
         self.words = sum(self._sizes)
 
@@ -122,17 +121,13 @@ class _BatchTables:
 
     def read(self, buffer: Tensor) -> Groups:
         """Return views of the tables in `buffer`, which `write` filled, or a copy of it."""
-        active, slots, counts, starts, *tiles, rows, token_slots = torch.split(buffer, self._sizes)
-        count, tokens = len(self._slots), len(self._token_slots)
+        *tiles, rows, token_slots = torch.split(buffer, self._sizes)
+        tokens = len(self._token_slots)
         return Groups(
             rows=rows[: len(self._rows)],
-            slots=slots[:count],
-            counts=counts[:count],
-            starts=starts[:count],
-            spans=_spans(self._slots, self._counts, self._starts),
+            spans=self._spans,
             tokens=tokens,
             token_slots=token_slots[:tokens],
-            active=active[:1],
             tiles=tuple(
                 Tiles(block_m, table[:words].view(-1, 3))
                 for block_m, words, table in zip(TILE_ROWS, self._tile_words, tiles, strict=True)

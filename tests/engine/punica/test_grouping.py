@@ -34,7 +34,7 @@ def rows_by_tile(groups: Groups, table: torch.Tensor) -> list[tuple[int, int]]:
 def test_tiles_hold_every_row_with_an_adapter_once_and_no_base_row(rows, prompts) -> None:
     for groups, slots in zip(group(rows, prompts), (rows, prompts), strict=True):
         own = sorted((slot, row) for row, slot in enumerate(slots) if slot >= 0)
-        assert int(groups.active) == len({slot for slot, _ in own})
+        assert [span.slot for span in groups.spans] == sorted({slot for slot, _ in own})
         assert [tiles.block_m for tiles in groups.tiles] == list(TILE_ROWS)
         for tiles in groups.tiles:
             assert len(tiles.table) == groups.bounds.max_tiles(tiles.block_m)
@@ -67,13 +67,12 @@ def test_batches_with_equal_bounds_have_tables_at_equal_offsets(rows, other) -> 
     first, second = group(rows, other), group(rows[::-1], other[::-1])
     for one, two in zip(first, second, strict=True):
         assert one.bounds == two.bounds
-        for table, same in [(one.active, two.active), *zip(tables(one), tables(two), strict=True)]:
+        for table, same in zip(tables(one), tables(two), strict=True):
             assert table.storage_offset() == same.storage_offset()
 
 
 def tables(groups: Groups) -> list[torch.Tensor]:
-    views = (groups.slots, groups.counts, groups.starts, groups.rows)
-    return [*views, *[tiles.table for tiles in groups.tiles]]
+    return [groups.rows, groups.token_slots, *[tiles.table for tiles in groups.tiles]]
 
 
 def test_the_bound_on_tiles_is_tight() -> None:

@@ -146,11 +146,8 @@ def test_metadata_follows_the_layout(layout: list[int | None], draws: list[int])
     own = sorted((slot, row) for row, slot in enumerate(slots) if slot >= 0)
     assert groups.rows.tolist() == [row for _, row in own]
     active = sorted({slot for slot, _ in own})
-    assert groups.slots.tolist() == active
     counts = [slots.count(slot) for slot in active]
-    assert groups.counts.tolist() == counts
     starts = [sum(counts[:index]) for index in range(len(counts))]
-    assert groups.starts.tolist() == starts
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     assert list(groups.spans) == list(zip(active, starts, ends, strict=True))
 

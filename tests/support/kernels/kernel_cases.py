@@ -145,7 +145,6 @@ def groups_on(groups: Groups, device: str) -> Groups:
         groups,
         rows=padded[: len(groups.rows)],
         token_slots=groups.token_slots.to(device),
-        active=groups.active.to(device),
         tiles=tuple(tiles._replace(table=tiles.table.to(device)) for tiles in groups.tiles),
     )
 
