@@ -4,6 +4,7 @@ The other protocols of chats are converted to a `ChatRequest`, and start the sam
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -22,7 +23,7 @@ from loradock.gateway.inference.logprobs import (
     prompt_logprobs,
 )
 from loradock.gateway.inference.model_files import ModelFiles
-from loradock.gateway.inference.prompts import ChatPrompts, Json, Messages
+from loradock.gateway.inference.prompts import ChatPrompts, Json, Messages, json_size
 from loradock.gateway.inference.sampling import (
     Logprobs,
     Rendered,
@@ -229,7 +230,8 @@ class Chats:
         sampling = sampling_of(body, files.defaults, max_tokens)
         if body.logprobs:
             sampling["logprobs"] = body.top_logprobs or 0
-        plan = plan_of(body, found.tool_format)
+        make_plan = partial(plan_of, body, found.tool_format)
+        plan = await self._service.workers.run(json_size(body.tools), make_plan)
         sampling |= _sampling_of_calls(
             plan, body, files.tokenizer, has_structure="structure" in sampling
         )

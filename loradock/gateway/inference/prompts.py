@@ -212,6 +212,11 @@ def raw_json(value: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
 
 
+def json_size(raw: Json) -> int:
+    """Return the bytes of a field that is decoded only if it is used."""
+    return 0 if raw is UNSET else len(bytes(raw))
+
+
 def decoded(raw: Json, name: str) -> Any:
     """Return the value of a field that only the template reads; raises `HttpError`."""
     if raw is UNSET:
@@ -269,7 +274,7 @@ class ChatPrompts:
         tokenizer, workers = files.tokenizer, self._workers
         size = size_of(body.messages, files.context)
         variables = _variables(body)
-        size += sum(len(bytes(raw)) for raw in (body.tools, body.documents) if raw is not UNSET)
+        size += json_size(body.tools) + json_size(body.documents)
         template = _template_for(files.templates, has_tools=variables["tools"] is not None)
         convert = partial(conversation_of, body.messages, reads_parts=template.reads_parts)
         conversation = await workers.run(size, convert)

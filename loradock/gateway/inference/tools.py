@@ -148,6 +148,13 @@ def plan_of(body: ToolFields, format_name: str) -> ToolPlan:
 
     `format_name`: the format of the model's calls; empty if it is unknown.
     """
+    try:
+        return _plan_of(body, format_name)
+    except RecursionError as error:
+        raise HttpError(400, f"tools are nested too deeply: {error}", "tools") from error
+
+
+def _plan_of(body: ToolFields, format_name: str) -> ToolPlan:
     schemas = {tool.function.name: _schema_of(tool.function) for tool in _tools_of(body)}
     choice = choice_of(body)
     if choice is None:
@@ -194,10 +201,12 @@ def _tools_of(body: ToolFields) -> list[Tool]:
         )
     except msgspec.ValidationError as error:
         raise HttpError(400, f"tools must be functions with a name: {error}", "tools") from error
-    names = [tool.function.name for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise HttpError(400, f"names of tools must differ, got {twice!r} twice", "tools")
+    names: set[str] = set()
+    for tool in tools:
+        name = tool.function.name
+        if name in names:
+            raise HttpError(400, f"names of tools must differ, got {name!r} twice", "tools")
+        names.add(name)
     return tools
 
 

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from loradock.gateway.http import endpoint
+from loradock.gateway.inference import chat as chat_endpoint
 from loradock.gateway.inference import images, pooling
 from loradock.gateway.inference.chat_template import ChatTemplate
+from loradock.gateway.inference.prompts import json_size
 from loradock.gateway.inference.tokenizer import PIECE_CHARACTERS, Tokenizer
 from loradock.gateway.inference.workers import INLINE_SIZE
 from loradock.gateway.server import process
@@ -64,6 +66,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     recorded(Tokenizer, "decode", lambda _, tokens: len(tokens))
     recorded(Tokenizer, "token_texts", lambda _, tokens: len(tokens))
     recorded(ChatTemplate, "render", lambda _, messages, __: len(json.dumps(messages)))
+    recorded(chat_endpoint, "plan_of", lambda body, _: json_size(body.tools))
     recorded(pooling, "_dot", lambda row, _: len(row))
     recorded(pooling, "_encoded", lambda row, _: len(row) + 1)
     return done
@@ -100,6 +103,15 @@ LONG_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", {"input": LONG[:-100]}),
     "messages": ("/v1/messages", {"model": "upper", "max_tokens": 1, **chat(LONG[:-100])}),
     "count of messages": ("/v1/messages/count_tokens", {"model": "upper", **chat(LONG[:-100])}),
+    "tools": (
+        "/v1/chat/completions",
+        {
+            **chat("hi"),
+            "tool_choice": "required",
+            "tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(1000)],
+            "truncate_prompt_tokens": 5,
+        },
+    ),
     "rerank": ("/rerank", {"query": "q", "documents": [f"{n}" for n in range(2047)]}),
     "score": ("/score", {"text_1": ["q"] * 2048, "text_2": ["d"] * 2048}),
     "embeddings": ("/v1/embeddings", {"input": ["x"] * 2048}),

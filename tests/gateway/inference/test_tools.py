@@ -124,6 +124,25 @@ def test_a_forced_call_precedes_the_format_of_messages(hermes: Served, client: A
         whole(client, tools=TOOLS, response_format=form)
 
 
+@pytest.mark.parametrize("choice", ["required", WEATHER])
+def test_a_schema_of_any_depth_is_served_or_refused(hermes: Served, choice: Any) -> None:
+    """At other depths other functions recurse too often."""
+    statuses = set()
+    for depth in range(0, 480, 30):
+        schema: dict[str, Any] = {}
+        for _ in range(depth):
+            schema = {"properties": {"a": schema}}
+        tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+        body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
+        statuses.add(hermes.post(PATH, body).status_code)
+    assert statuses <= {200, 400}
+
+
+def test_names_of_tools_differ(hermes: Served) -> None:
+    error = hermes.refused(PATH, {"messages": HELLO, "tools": TOOLS + TOOLS})
+    assert "'weather' twice" in error["message"]
+
+
 def test_each_choice_has_its_calls(hermes: Served, client: Any) -> None:
     generate(hermes, CALL)
     answer = client.chat.completions.create(model="upper", messages=HELLO, tools=TOOLS, n=2)
