@@ -24,6 +24,7 @@ from loradock.gateway.inference.prompts import (
     ToolCall,
     check_parts,
     raw_json,
+    refuse_images,
 )
 from loradock.gateway.inference.sampling import STOP_MAX, JsonSchema, ResponseFormat, StopText
 from loradock.gateway.inference.service import Service
@@ -327,12 +328,11 @@ class AnthropicMessages:
     @post("/v1/messages/count_tokens", errors=INFERENCE, shape="anthropic")
     async def count(self, body: CountRequest) -> TokenCount:
         """Tokens of a chat, as in Anthropic's protocol."""
+        chat = prompt_of(body)
+        refuse_images(chat.messages)
         adapter = await self._service.models.find(body.model)
         files = await self._service.files_of(adapter)
-        rendered = await self._prompts.prompt_of(prompt_of(body), files)
-        if isinstance(rendered.prompt, str):
-            message = "tokens of images are not counted before they are used; leave them out"
-            raise HttpError(400, message, "messages")
+        rendered = await self._prompts.prompt_of(chat, files)
         return TokenCount(len(rendered.prompt))
 
 

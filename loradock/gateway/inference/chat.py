@@ -23,7 +23,13 @@ from loradock.gateway.inference.logprobs import (
     prompt_logprobs,
 )
 from loradock.gateway.inference.model_files import ModelFiles
-from loradock.gateway.inference.prompts import ChatPrompts, Json, Messages, json_size
+from loradock.gateway.inference.prompts import (
+    ChatPrompts,
+    Json,
+    Messages,
+    json_size,
+    refuse_images,
+)
 from loradock.gateway.inference.sampling import (
     Logprobs,
     Rendered,
@@ -213,10 +219,10 @@ class Chats:
         They are what `complete` would generate from.
         """
         _check(body)
+        refuse_images(body.messages)
         adapter = await self._service.models.find(body.model)
         start, _ = await self._start_of(body, await self._service.files_of(adapter))
-        if isinstance(start.prompt, str):
-            raise HttpError(400, "images are not served here; leave them out", "messages")
+        assert isinstance(start.prompt, tuple)  # noqa: S101 - a chat without images
         return rendered({random_id("chatcmpl"): start.prompt}, start.sampling, body)[0]
 
     async def _start_of(

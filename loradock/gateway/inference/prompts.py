@@ -35,7 +35,10 @@ PARTS_MAX: Final = 8192
 _PART_SIZE: Final = 64
 """The characters that converting and rendering a part takes as long as."""
 CHARACTERS_MAX: Final = 4 * PROMPT_CHARACTERS_MAX
-"""Bound on the texts of a chat, of which its template can leave something out, in characters."""
+"""Bound on what a request lets the gateway render or tokenize, in characters.
+
+It exceeds that of one prompt: a template can leave something out, and prompts can be several.
+"""
 RAW_BYTES_MAX: Final = 1 << 20
 """Bound on JSON that only the template reads, in bytes."""
 
@@ -143,15 +146,25 @@ def size_of(messages: Sequence[Message], context: int | None) -> int:
     return characters + _PART_SIZE * (len(messages) + sum(parts))
 
 
-def conversation_of(messages: Sequence[Message], *, reads_parts: bool) -> Conversation:
-    """Convert messages; raises `HttpError` for images that the template has no place for."""
-    urls = [
+def refuse_images(messages: Sequence[Message]) -> None:
+    """Raise `HttpError` for images, whose tokens only the engine counts, before any is read."""
+    if _image_urls(messages):
+        raise HttpError(400, "images are not served here; leave them out", "messages")
+
+
+def _image_urls(messages: Sequence[Message]) -> list[str]:
+    return [
         part.image_url.url
         for message in messages
         if isinstance(message.content, list)
         for part in message.content
         if isinstance(part, ImagePart)
     ]
+
+
+def conversation_of(messages: Sequence[Message], *, reads_parts: bool) -> Conversation:
+    """Convert messages; raises `HttpError` for images that the template has no place for."""
+    urls = _image_urls(messages)
     if urls and not reads_parts:
         raise HttpError(
             400, "images, and the model's chat template has no place for any", "messages"

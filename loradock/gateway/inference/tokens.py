@@ -7,7 +7,13 @@ from msgspec import UNSET, Meta, Struct, field
 
 from loradock.gateway.http.endpoint import INFERENCE, get, post
 from loradock.gateway.http.errors import HttpError
-from loradock.gateway.inference.prompts import MESSAGES_MAX, ChatPrompts, Json, Message
+from loradock.gateway.inference.prompts import (
+    MESSAGES_MAX,
+    ChatPrompts,
+    Json,
+    Message,
+    refuse_images,
+)
 from loradock.gateway.inference.service import Service
 from loradock.messages.prompts import TokenId
 
@@ -70,10 +76,10 @@ class Tokens:
             special = body.add_special_tokens is not False
             [tokens] = await self._service.tokens_of([body.prompt], special=special)
         else:
+            refuse_images(body.messages)
             files = await self._service.files_of(adapter)
             rendered = await self._prompts.prompt_of(body, files)
-            if isinstance(rendered.prompt, str):
-                raise HttpError(400, "images are not served here; leave them out", "messages")
+            assert isinstance(rendered.prompt, tuple)  # noqa: S101 - a chat without images
             tokens = list(rendered.prompt)
         texts = None
         if body.return_token_strs:

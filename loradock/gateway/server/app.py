@@ -103,7 +103,7 @@ def _owners(gateway: Gateway) -> list[object]:
         Responses(service, chats),
         AnthropicMessages(service, chats, prompts),
         PoolingEndpoints(service),
-        Tokens(service, ChatPrompts((), service.workers)),
+        Tokens(service, prompts),
         *((TokenizerInfo(service),) if config.enable_tokenizer_info_endpoint else ()),
         AdapterEndpoints(client, gateway.follower, names, service.context),
         Health(gateway.follower, gateway.recorder, config),

@@ -16,7 +16,7 @@ import pytest
 
 from loradock.gateway.http import endpoint
 from loradock.gateway.inference import chat as chat_endpoint
-from loradock.gateway.inference import images, pooling
+from loradock.gateway.inference import images, pooling, prompts
 from loradock.gateway.inference.chat_template import ChatTemplate
 from loradock.gateway.inference.prompts import json_size
 from loradock.gateway.inference.tokenizer import PIECE_CHARACTERS, Tokenizer
@@ -138,20 +138,20 @@ def test_a_text_is_read_until_it_exceeds_the_context(served: Served, work: Work,
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "problem"),
     [
-        {"prompt": ["x" * 3000] * 1025, "n": 2, "echo": True, "logprobs": 1},
-        {"prompt": ["x"] * 2049, "add_special_tokens": False},
-        {"prompt": [[]] * 100_000, "echo": True},
-        {"prompt": [LONG[:-1]] * 5, "return_token_ids": True},
-        {"prompt": ["x", LONG + "x"], "truncate_prompt_tokens": 1},
+        ({"prompt": ["x" * 3000] * 1025, "n": 2, "echo": True, "logprobs": 1}, "at most 2048"),
+        ({"prompt": ["x"] * 2049, "add_special_tokens": False}, "at most 2048"),
+        ({"prompt": [[]] * 100_000, "echo": True}, "at most 2048"),
+        ({"prompt": [LONG[:-1]] * 5, "return_token_ids": True}, "at most 4000000"),
+        ({"prompt": ["x", LONG + "x"], "truncate_prompt_tokens": 1}, "1000001 characters"),
     ],
     ids=["n", "prompts", "empty prompts", "sum", "length"],
 )
 def test_numbers_and_lengths_are_compared_before_anything_is_tokenized(
-    served: Served, work: Work, body: Any
+    served: Served, work: Work, body: Any, problem: str
 ) -> None:
-    assert "at most" in served.refused("/v1/completions", body)["message"] or LONG in str(body)
+    assert problem in served.refused("/v1/completions", body)["message"]
     assert work == []
     assert not served.controller.requests(rq.Generate)
 
@@ -249,12 +249,6 @@ def test_a_chat_of_many_parts_is_refused(served: Served, path: str, body: Any) -
     assert "at most 8192 parts" in served.post(path, body).json()["error"]["message"]
 
 
-def test_system_items_are_joined_in_linear_time(served: Served) -> None:
-    items = [{"role": "system", "content": "x" * 100}] * 4000
-    body = {"input": [*items, {"role": "user", "content": "hi"}], "truncation": "disabled"}
-    served.post("/v1/responses", body)
-
-
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
@@ -272,6 +266,22 @@ def test_a_data_url_is_compared_before_it_is_decoded(
     content = [{"type": "image_url", "image_url": {"url": url}}]
     assert problem in served.refused("/v1/chat/completions", chat(content))["message"]
     assert decoded == []
+
+
+@pytest.mark.parametrize("url", ["https://cdn.example/a.png", "data:image/png;base64,AAAA"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/render", "/tokenize", "/v1/messages/count_tokens"]
+)
+def test_an_image_that_is_refused_is_not_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, url: str
+) -> None:
+    for name in ("fetch_image", "image_of_data_url"):
+        monkeypatch.setattr(prompts, name, lambda *_: 1 / 0)
+    part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+    if path.startswith("/v1/messages"):
+        part = {"type": "image", "source": {"type": "url", "url": url}}
+    error = served.refused(path, {"model": "upper", **chat([part])})
+    assert "images are not served here" in error["message"]
 
 
 def test_images_are_compared_together_before_one_is_decoded(
