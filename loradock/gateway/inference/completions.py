@@ -36,7 +36,6 @@ from loradock.gateway.inference.service import (
     TokenIds,
     Usage,
     UsageCount,
-    check_choices,
     finish_reason,
     generated_tokens,
     random_id,
@@ -55,6 +54,7 @@ MAX_TOKENS_DEFAULT = 16
 """As in the OpenAI protocol."""
 
 PROMPTS_MAX: Final = 2048
+CHOICES_PER_REQUEST_MAX: Final = 2048
 
 IdList = list[TokenId]
 
@@ -151,7 +151,7 @@ class Completions:
         """Return the prompts of a request; strings become token ids if the gateway needs these."""
         context = self._service.context
         prompts = prompts_of(body.prompt, context)
-        check_choices(len(prompts) * count)
+        _check_choices(len(prompts) * count)
         special = body.add_special_tokens is not False
         truncation = truncation_of(body.truncate_prompt_tokens, body.truncation_side, "left")
         if truncation is not None:
@@ -192,6 +192,13 @@ class Completions:
             texts = await self._service.workers.run(size, lambda: [decode(one) for one in ids])
         firsts = [one[0] if one and isinstance(one, list) else 0 for one in prompts]
         return [_Echo(text, first) for text, first in zip(texts, firsts, strict=True)]
+
+
+def _check_choices(count: int) -> None:
+    """Raise `HttpError` for more texts than a request can produce."""
+    if count > CHOICES_PER_REQUEST_MAX:
+        message = f"a request can produce at most {CHOICES_PER_REQUEST_MAX} texts, got {count}"
+        raise HttpError(400, message, "n")
 
 
 def _has_prompt_tokens(body: CompletionRequest) -> bool:

@@ -27,16 +27,13 @@ from loradock.gateway.http.errors import HttpError, prompt_too_long
 from loradock.gateway.inference.adapter_files import AdapterFiles
 from loradock.gateway.inference.logprobs import TokenText, TokenTextOf
 from loradock.gateway.inference.model_files import ModelFiles
+from loradock.gateway.inference.prompts import CHARACTERS_MAX
 from loradock.gateway.inference.sampling import SamplingFields
 from loradock.gateway.inference.tokenizer import Tokenizer, no_tokenizer
 from loradock.gateway.inference.workers import Workers
 from loradock.gateway.recorder import SPAN, Recorder
-from loradock.messages.prompts import PROMPT_CHARACTERS_MAX, TextPrompt, Truncation
+from loradock.messages.prompts import TextPrompt, Truncation
 from loradock.messages.requests import GenerationDone, TokensStreamed
-
-CHOICES_PER_REQUEST_MAX: Final = 2048
-CHARACTERS_MAX: Final = 4 * PROMPT_CHARACTERS_MAX
-"""Bound on the characters of all prompts of a request whose tokens the gateway needs."""
 
 _STARTS_PER_STEP: Final = 32
 """The generations of a request that are started before other tasks run."""
@@ -311,7 +308,6 @@ class Service:
         self, adapter: str | None, starts: Sequence[GenerationStart], count: int = 1
     ) -> Run:
         """Start generations with `count` choices each; raises `LoradockError`."""
-        check_choices(len(starts) * count)
         generations: list[AsyncGeneration] = []
         try:
             for number, one in enumerate(starts, 1):
@@ -364,16 +360,6 @@ class Service:
     async def _start_one(self, adapter: str | None, start: GenerationStart) -> AsyncGeneration:
         more = {**self._fields(adapter), **start.sampling, "images": start.images}
         return await self.client.generate(start.prompt, adapter, **more)
-
-
-def check_choices(count: int) -> None:
-    """Raise `HttpError` for more texts than a request can produce."""
-    if count > CHOICES_PER_REQUEST_MAX:
-        raise HttpError(
-            400,
-            f"a request can produce at most {CHOICES_PER_REQUEST_MAX} texts, got {count}",
-            "n",
-        )
 
 
 def _traceparent(adapter: str | None) -> str:
