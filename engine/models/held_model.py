@@ -24,7 +24,7 @@ from loradock.engine.layers import (
 from loradock.engine.layers.convolution import refusal_of
 from loradock.engine.models.image_part import ImageMapper
 from loradock.engine.models.library.names import PreTrainedModel
-from loradock.engine.models.observation import ALIGNED_ROWS
+from loradock.engine.models.observation import EVERY_TOKEN
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.models.preparation import (
     CLASSIFIERS,
@@ -74,7 +74,7 @@ class HeldTextModel(ServedModel):
     def __init__(self, model: PreTrainedModel, lora_config: LoRAConfig) -> None:
         """Wrap the layers of `model` in place; raises `ModelRefused`, which changes nothing."""
         super().__init__(model, None, 0)
-        spec = ProbeSpec(self._run, "a batch of rows of equal lengths", ALIGNED_ROWS, True)
+        spec = ProbeSpec(self._run, "a batch of rows of equal lengths", EVERY_TOKEN, True)
         self._prepare([spec], lora_config)
 
     @torch.inference_mode()

@@ -61,13 +61,13 @@ ROWS: Final = 2
 
 
 class RowShapes(NamedTuple):
-    """The shapes that a layer's input rows can have, in the probe's prefill and decode step.
+    """The shapes that a layer's input rows can have in the probe's steps.
 
-    `alone`: the tokens of prompts that are run alone; empty if all are run together.
+    `rows`: the numbers of rows that an input without other axes can have. `alone`: the tokens of
+    prompts that are run alone; empty if all are run together.
     """
 
-    prefill: frozenset[tuple[int, ...]]
-    decode: frozenset[tuple[int, ...]]
+    rows: frozenset[int]
     alone: frozenset[int] = frozenset()
 
     def is_alone(self, shape: tuple[int, ...]) -> bool:
@@ -75,19 +75,11 @@ class RowShapes(NamedTuple):
         return bool(self.alone) and (len(shape) != 1 or shape[0] in self.alone)
 
 
-EVERY_TOKEN: Final = RowShapes(frozenset({(2, LONG), (2 * LONG,)}), frozenset({(2, 1), (2,)}))
-"""The input of a layer that is mapped token by token."""
+EVERY_TOKEN: Final = RowShapes(frozenset({ROWS * LONG, ROWS}))
+"""The input of a layer that is mapped by token or by row, as heads are."""
 
-TOGETHER: Final = RowShapes(EVERY_TOKEN.decode, EVERY_TOKEN.decode, frozenset({SHORT, LONG, 1}))
+TOGETHER: Final = RowShapes(frozenset({ROWS}), frozenset({SHORT, LONG, 1}))
 """The input if prompts are run alone, and decoded together."""
-
-ALIGNED_ROWS: Final = RowShapes(
-    EVERY_TOKEN.prefill | EVERY_TOKEN.decode, EVERY_TOKEN.prefill | EVERY_TOKEN.decode
-)
-"""The input in a forward of two rows of `LONG` tokens, by token or by row."""
-
-SAMPLED_ROWS: Final = RowShapes(EVERY_TOKEN.prefill | EVERY_TOKEN.decode, EVERY_TOKEN.decode)
-"""The input of a head: the last token of each row, or every token if the model does not select."""
 
 
 class RecordedInput(NamedTuple):
@@ -114,9 +106,8 @@ class ObservedInputs:
         together. Inputs of a row that was run alone have any shape.
         """
         shapes = [recorded.shape for recorded in self.inputs[name]]
-        whole = rows.prefill | rows.decode
         return all(
-            shape in whole
+            (len(shape) == 1 and shape[0] in rows.rows)
             # Rows of one sequence of the batch, or of an input that all of them share.
             or (len(shape) > 1 and shape[0] in {1, ROWS})
             or rows.is_alone(shape)

@@ -21,7 +21,7 @@ from loradock.engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, direct
 from loradock.engine.models.image_part import ImagePart
 from loradock.engine.models.image_probing import record_image_inputs
 from loradock.engine.models.library.names import PreTrainedModel
-from loradock.engine.models.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
+from loradock.engine.models.observation import ObservedInputs
 from loradock.engine.models.packing import (
     PackingGroup,
     find_packing_groups,
@@ -35,12 +35,6 @@ from loradock.engine.models.probing import (
 )
 from loradock.engine.punica.mapping import MappingType
 
-_ROWS_BY_ROLE: Final[Mapping[Role, RowShapes]] = {
-    Role.HEAD: SAMPLED_ROWS,
-    Role.CLASSIFIER: SAMPLED_ROWS,
-}
-"""The input rows that a layer must have to be mapped, by role; `ProbeSpec.rows` for body layers."""
-
 CLASSIFIERS: Final = ("score", "classifier")
 """The names of classification heads in `transformers` models, which PEFT saves whole."""
 
@@ -49,7 +43,6 @@ class Candidate(NamedTuple):
     """A layer that the table has a wrapper for."""
 
     layer: nn.Module
-    role: Role
     wrapper: type[BaseLayerWithLoRA]
 
 
@@ -182,7 +175,7 @@ def _choose_probe(
         chosen = number, observed
         targets = scope.targets
         named = probed.candidates if targets is None else _named(probed.candidates, targets)
-        if not _unordered(spec, named, probed.candidates, observed):
+        if not _unordered(spec, named, observed):
             break
     if chosen is None:
         is_run = not all(isinstance(refusal, ModelNotRun) for refusal in refusals)
@@ -191,30 +184,15 @@ def _choose_probe(
     return *chosen, tuple(map(str, refusals))
 
 
-def _unordered(
-    spec: ProbeSpec,
-    names: Collection[str],
-    candidates: Mapping[str, Candidate],
-    observed: ObservedInputs,
-) -> frozenset[str]:
+def _unordered(spec: ProbeSpec, names: Collection[str], observed: ObservedInputs) -> frozenset[str]:
     """Return the layers that were observed with rows in no order of a mapping."""
-    return frozenset(
-        name
-        for name in names
-        if not observed.is_ordered(name, _rows_of(spec, candidates[name].role))
-    )
+    return frozenset(name for name in names if not observed.is_ordered(name, spec.rows))
 
 
 def _can_be_mapped(norm: str, observed: ObservedInputs, spec: ProbeSpec) -> bool:
     """Return whether every input of a norm can be mapped, also in a packed pass of many rows."""
     is_ordered = observed.is_ordered(norm, spec.rows)
     return is_ordered and (bool(spec.rows.alone) or observed.sees_tokens(norm))
-
-
-def _rows_of(spec: ProbeSpec, role: Role) -> RowShapes:
-    """Return the input rows that a layer must have to be mapped."""
-    rows = _ROWS_BY_ROLE.get(role, spec.rows)
-    return rows._replace(alone=spec.rows.alone)
 
 
 def prepare_unprobed(
@@ -250,7 +228,7 @@ def _image_layers(
 def _language_result(
     spec: ProbeSpec, candidates: Mapping[str, Candidate], observed: ObservedInputs, explicit: bool
 ) -> ProbeResult:
-    unordered = _unordered(spec, candidates, candidates, observed)
+    unordered = _unordered(spec, candidates, observed)
     # PEFT adapts layers that are never called, without effect, and so their B stays zero.
     mapped = set(candidates)
     if not spec.is_tolerant:
@@ -332,9 +310,9 @@ def find_candidates(
     """
     roles = {} if is_plain else _roles(model)
     return {
-        name: Candidate(layer, role, wrapper)
+        name: Candidate(layer, wrapper)
         for name, layer in model.named_modules()
-        if (wrapper := wrapper_of(layer, role := roles.get(layer, Role.BODY), table)) is not None
+        if (wrapper := wrapper_of(layer, roles.get(layer, Role.BODY), table)) is not None
     }
 
 

@@ -17,7 +17,6 @@ from loradock.engine.models.observation import (
     ERRORS_MAX_GENERATED,
     EVERY_TOKEN,
     LONG,
-    SAMPLED_ROWS,
     SHORT,
     TOGETHER,
     ObservedInputs,
@@ -55,7 +54,7 @@ class ProbeSpec(NamedTuple):
     """A way to run a model for a probe: two batches of prompts, the second with one token per row.
 
     `run` accepts prompts and a token, and returns the results of both batches, [2, rows, width].
-    `batch` describes the batch for an error text. `rows`: the input rows that a body layer can
+    `batch` describes the batch for an error text. `rows`: the input rows that a layer can
     have. `is_tolerant`: layers with other rows are wrapped too, for batches of one adapter.
     `joined`: as `run`, with prompts that are prefilled apart and then joined. `whole`: the logits
     after a text in one forward pass without a cache, [1, width]. `generated`: the logits after a
@@ -198,7 +197,7 @@ def pooling_probe(forward: PoolingForward, dtype: torch.dtype) -> ProbeSpec:
         return torch.stack([forward(prompts), forward([[token]] * len(prompts))]).to(dtype)
 
     batch = "a right-padded batch (encoder-decoder models do not)"
-    return ProbeSpec(run, batch, SAMPLED_ROWS)
+    return ProbeSpec(run, batch, EVERY_TOKEN)
 
 
 def prefill_and_decode(
