@@ -116,7 +116,9 @@ class Exchange:
             if len(self._body) > BODY_BYTES_MAX:
                 self.is_over = True
                 return [_immediate(413, _TOO_LONG)]
-            return self._on_body(ends=True) if request.request_body.end_of_stream else []
+            ends = request.request_body.end_of_stream
+            # A body that is not streamed is whole, also if trailers follow.
+            return self._on_body(ends=ends) if ends or not self._is_streamed else []
         if request.HasField("request_trailers"):
             return [*self._on_body(ends=False), ProcessingResponse(request_trailers={})]
         return []
@@ -149,12 +151,11 @@ class Exchange:
 
     def _on_body(self, *, ends: bool) -> list[Any]:
         """Return the responses to a whole body, which `ends` the request unless trailers follow."""
-        body = bytes(self._body)
-        chosen = self._decide(model_of(body))
+        chosen = self._decide(model_of(self._body))
         if self._is_streamed:
             return [
                 _headers_response(chosen, self._is_streamed),
-                *_chunks("request_body", body, ends=ends),
+                *_chunks("request_body", bytes(self._body), ends=ends),
             ]
         return [ProcessingResponse(request_body={"response": {"header_mutation": chosen}})]
 
@@ -171,7 +172,7 @@ def _model_in(metadata: Any) -> str:
     return ""
 
 
-def model_of(body: bytes) -> str:
+def model_of(body: bytes | bytearray) -> str:
     """Return the model that a request's body names; empty if it names none."""
     try:
         return msgspec.json.decode(body, type=_Body).model or ""

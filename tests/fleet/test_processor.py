@@ -68,6 +68,11 @@ def test_a_whole_body_is_answered_with_the_header() -> None:
     assert destination(second.request_body.response) == ORDER
 
 
+def test_a_whole_body_that_trailers_follow_is_answered() -> None:
+    _, second = answers(headers(), body(b'{"model": "upper"}', end_of_stream=False))
+    assert destination(second.request_body.response) == ORDER
+
+
 @pytest.mark.parametrize("size", [0, 10, 62_000, 200_000])
 def test_a_streamed_body_comes_back_after_the_header(size: int) -> None:
     data = json.dumps({"model": "upper", "prompt": "x" * size}).encode()
