@@ -45,6 +45,9 @@ OVER_SHARE: Final = 0.25
 
 DECISIONS_KEPT: Final = 100
 
+NAME_CHARS_KEPT: Final = 256
+"""Of a name that no dock has, as clients send any: adapters have shorter ones."""
+
 IN_SLOT: Final = "gpu-slot"
 
 
@@ -272,6 +275,8 @@ class Picker:
         """Forget an adapter that was removed everywhere."""
         if not self.knows(name):
             del self._adapters[name]
+            for dock in self._docks.values():
+                dock.loading.pop(name, None)
 
     def _forget_unknown(self) -> None:
         """Forget what nobody has any more; a dock that is lost tells of its adapters anew."""
@@ -284,7 +289,8 @@ class Picker:
         first = heapq.nsmallest(
             CANDIDATES_MAX, ready, lambda dock: (dock.queue_s() / dock.weight, dock.rate.at(now))
         )
-        return Decision(name, [dock.address for dock in first], "base model: the shortest queue")
+        order = [dock.address for dock in first]
+        return Decision(name[:NAME_CHARS_KEPT], order, "base model: the shortest queue")
 
     def _candidates(self, name: str, adapter: _Adapter) -> list[_Dock]:
         """Return the docks that can serve an adapter: its homes, those that have it, and others."""

@@ -8,6 +8,7 @@ from benchmarks.fleet_simulation import Traffic, simulate
 from loradock.fleet.catalogue import WantedAdapter
 from loradock.fleet.picker import (
     GAIN_OF_OTHERS,
+    NAME_CHARS_KEPT,
     UNSEEN_S,
     Decision,
     Load,
@@ -175,6 +176,24 @@ def test_nothing_is_kept_of_docks_that_are_gone() -> None:
     assert found._adapters.keys() == {"upper", "own-49"}
     assert found._adapters["upper"].homes == ["pod-49:1"]
     assert found._docks.keys() == {"pod-49:1"}
+
+
+def test_nothing_is_kept_of_names_that_are_gone() -> None:
+    found = picker()
+    for number in range(50):
+        name = f"own-{number}"
+        found.set_wanted({name: WantedAdapter(name)})
+        # It is not there before it is removed again.
+        first(found, name)
+    found.set_wanted({})
+    assert not any(dock.loading for dock in found._docks.values())
+    assert not found._adapters
+
+
+def test_of_a_name_that_a_client_has_invented_only_its_begin_is_kept() -> None:
+    found = picker()
+    found.pick("x" * 1_000_000, 0.0)
+    assert [len(one.adapter) for one in found.decisions] == [NAME_CHARS_KEPT]
 
 
 def test_a_dock_that_registers_with_other_slots_gets_its_share() -> None:
