@@ -118,6 +118,9 @@ def _listener(host: str, port: int, tls: tuple[str, str] | None) -> dict[str, An
         "http",
         "filters.network.http_connection_manager.v3.HttpConnectionManager",
         stat_prefix="front",
+        # As docks accept; Envoy's own are 60 KiB and 100 headers.
+        max_request_headers_kb=64,
+        common_http_protocol_options={"max_headers_count": 1000},
         # The address of the client is added to X-Forwarded-For.
         use_remote_address=True,
         # Docks bound the time of a request themselves, once it has reached them whole.
@@ -325,7 +328,8 @@ _NO_LIMITS: Final = {
         )
     ]
 }
-"""The docks have bounds; these are Envoy's, of 1,024 each by default."""
+"""The docks have bounds; these are Envoy's, of 1,024 each by default. A body that its client sends
+slowly is a request in the picker."""
 
 _KEEPALIVE: Final = {"keepalive_probes": 3, "keepalive_time": 2, "keepalive_interval": 2}
 """In seconds: connections to a machine that is cut off end within 8."""
@@ -344,6 +348,7 @@ def _picker(directory: Path) -> dict[str, Any]:
             "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2
         },
         "load_assignment": _assignment("picker", _pipe(directory / "picker.sock")),
+        "circuit_breakers": _NO_LIMITS,
     }
 
 

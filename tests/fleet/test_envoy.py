@@ -4,7 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from loradock.fleet.envoy import DockFiles
+from loradock.fleet.envoy import DockFiles, configuration, write_docks
 
 DOCK, OTHER = "10.0.0.1:8001", "10.0.0.2:8001"
 
@@ -39,3 +39,13 @@ def test_a_dock_that_leaves_is_checked_for_a_while_after_its_last_end(tmp_path: 
         assert written(tmp_path) == (set(), {OTHER})
 
     asyncio.run(run())
+
+
+def test_slow_clients_take_neither_docks_nor_the_picker_from_others(tmp_path: Path) -> None:
+    write_docks(tmp_path, [DOCK])
+    (dock,) = json.loads((tmp_path / "clusters.json").read_text())["resources"]
+    found = configuration(tmp_path, "127.0.0.1", 80, None)["static_resources"]["clusters"]
+    for cluster in (dock, *found):
+        (limits,) = cluster["circuit_breakers"]["thresholds"]
+        # Envoy's own is 1,024 of each.
+        assert min(limits.values()) >= 100_000, cluster["name"]

@@ -95,6 +95,14 @@ def test_the_model_of_any_body_decides(
     assert fleet.status()["decisions"][-1]["adapter"] == "adapter-4", status
 
 
+@pytest.mark.parametrize(("count", "length"), [(200, 10), (3, 20_600)])
+def test_a_head_that_a_dock_accepts_passes(fleet: Fleet, count: int, length: int) -> None:
+    headers = {f"x-{number}": "v" * length for number in range(count)}
+    body = {"model": "adapter-4", "prompt": "x", "max_tokens": 1}
+    for url in (f"http://{fleet.docks[0].address}", fleet.url):
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=headers).status_code == 200
+
+
 def test_what_is_wrong_with_a_request_says_a_dock(fleet: Fleet) -> None:
     assert fleet.complete("unknown").status == 404
     headers = {"content-type": "application/json"}
