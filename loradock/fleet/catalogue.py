@@ -199,19 +199,21 @@ class Catalogue:
         while True:
             try:
                 if not revision:
-                    body = self._range(kind) | {"serializable": True}
+                    # A table that is there already must not get older: with a quorum only.
+                    body = self._range(kind) | {"serializable": not table}
                     found = await self._call("kv/range", body, _Answer)
                     revision = found.header.revision
                     table = self._table(kind, found)
                     yield table
                 async for watched in self._watch(kind, revision):
-                    if watched.compact_revision:
-                        # The changes in between are not kept any more.
+                    if watched.compact_revision or watched.header.revision < revision:
+                        # The changes in between are not kept any more, or etcd has begun anew.
                         revision = 0
                         break
                     is_followed = True
-                    revision = max(revision, watched.header.revision)
                     if watched.events:
+                        # The header's revision can be of changes that are still to be sent.
+                        revision = max(event.kv.mod_revision for event in watched.events)
                         self._apply(kind, table, watched.events)
                         yield table
             except CatalogueError as error:

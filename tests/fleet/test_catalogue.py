@@ -1,8 +1,9 @@
 """The catalogue on a real etcd: compare-and-swap, leases, and tables that follow changes."""
 
 import asyncio
+import shutil
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,75 @@ def test_a_table_follows_changes_of_its_kind(one_etcd: Etcd) -> None:
         await catalogue.delete(Front, "other")
 
     run(one_etcd.config, test)
+
+
+def test_a_change_is_not_missed_if_a_watch_ends_before_it_tells_of_it(one_etcd: Etcd) -> None:
+    async def test(catalogue: Catalogue) -> None:
+        watch = catalogue._watch
+
+        async def cut(*arguments: Any) -> AsyncIterator[Any]:
+            catalogue._watch = watch  # type: ignore[method-assign]
+            await catalogue.put("a", WANTED)
+            async for watched in watch(*arguments):
+                # That it was created is the first thing it says.
+                yield watched
+                return
+
+        catalogue._watch = cut  # type: ignore[method-assign]
+        await until(catalogue, WantedAdapter, lambda table: table.keys() == {"a"})
+        await catalogue.delete(WantedAdapter, "a")
+
+    run(one_etcd.config, test)
+
+
+def test_changes_that_etcd_does_not_keep_any_more_are_read(one_etcd: Etcd) -> None:
+    async def test(catalogue: Catalogue) -> None:
+        watch = catalogue._watch
+
+        async def late(*arguments: Any) -> AsyncIterator[Any]:
+            catalogue._watch = watch  # type: ignore[method-assign]
+            await catalogue.delete(WantedAdapter, "a")
+            await catalogue.put("b", WANTED)
+            kept = (await catalogue.read(WantedAdapter))["b"].changed
+            await catalogue._call("kv/compaction", {"revision": kept}, _Answer)
+            async for watched in watch(*arguments):
+                yield watched
+
+        catalogue._watch = late  # type: ignore[method-assign]
+        await catalogue.put("a", WANTED)
+        await until(catalogue, WantedAdapter, lambda table: table.keys() == {"b"})
+        await catalogue.delete(WantedAdapter, "b")
+
+    run(one_etcd.config, test)
+
+
+def test_tables_follow_an_etcd_that_begins_anew(tmp_path: Path) -> None:
+    with etcd(tmp_path) as cluster:
+        (member,) = cluster.members
+
+        async def test(catalogue: Catalogue) -> None:
+            for _ in range(9):
+                await catalogue.put("sales", WANTED)
+            is_seen = asyncio.Event()
+
+            async def follow() -> None:
+                async for table in catalogue.follow(WantedAdapter):
+                    is_seen.set()
+                    if table.keys() == {"upper"}:
+                        break
+
+            following = asyncio.create_task(follow())
+            await is_seen.wait()
+            cluster.kill(member)
+            shutil.rmtree(tmp_path / member.name)
+            cluster.start(member)
+            while True:
+                with suppress(CatalogueError):
+                    if await catalogue.put("upper", WANTED):
+                        break
+            await following
+
+        run(cluster.config, test)
 
 
 def test_a_record_that_is_none_hides_no_other(one_etcd: Etcd) -> None:
