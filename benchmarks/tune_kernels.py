@@ -33,10 +33,8 @@ from loradock.engine.kernels import choose_kernels
 from loradock.engine.kernels.gpu.operations import TritonOperations
 from loradock.engine.kernels.gpu.tile_configs import (
     EXPERTS_CONFIGS,
-    EXPERTS_REGIMES,
     LINEAR_CONFIGS,
     LONG,
-    REGIMES,
     SHORT,
     SOURCE,
     ExpandConfig,
@@ -45,6 +43,7 @@ from loradock.engine.kernels.gpu.tile_configs import (
     LinearConfig,
     ShrinkConfig,
     TileConfigs,
+    configs_for,
 )
 
 TABLE_FILE: Final = Path(__file__).parent.parent / "engine" / "kernels" / "gpu" / "tile_configs.py"
@@ -81,13 +80,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: the tables are unchanged")
         return 0
-    major, minor = torch.cuda.get_device_capability()
-    architecture = max(
-        (a for a in LINEAR_CONFIGS if a <= 10 * major + minor), default=min(LINEAR_CONFIGS)
-    )
+    major, minor = capability = torch.cuda.get_device_capability()
+    architecture, present = 10 * major + minor, configs_for(capability)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    tuned = {regime: tuned_linear(regime, architecture, flush) for regime in REGIMES}
-    experts = {regime: tuned_experts(regime, architecture, flush) for regime in EXPERTS_REGIMES}
+    tuned = {name: tuned_linear(name, one, flush) for name, one in present.linear.items()}
+    experts = {name: tuned_experts(name, one, flush) for name, one in present.experts.items()}
     source = f"measured on {torch.cuda.get_device_name()}"
     text = with_tables(
         TABLE_FILE.read_text(),
@@ -99,8 +96,8 @@ def main() -> int:
     return 0
 
 
-def tuned_linear(regime: str, architecture: int, flush: torch.Tensor) -> LinearConfig:
-    """Return the fastest launches of a regime."""
+def tuned_linear(regime: str, present: LinearConfig, flush: torch.Tensor) -> LinearConfig:
+    """Return the fastest launches of a regime, starting from the present ones."""
 
     def time(config: LinearConfig) -> float:
         operations = TritonOperations(regime == "invariant", TileConfigs({regime: config}, {}))
@@ -108,11 +105,11 @@ def tuned_linear(regime: str, architecture: int, flush: torch.Tensor) -> LinearC
         return mean_of(f"{regime}: {config}", works)
 
     fields = {field: candidates(regime, field) for field in LinearConfig._fields}
-    return best_of(regime, LINEAR_CONFIGS[architecture][regime], fields, time)
+    return best_of(regime, present, fields, time)
 
 
-def tuned_experts(regime: str, architecture: int, flush: torch.Tensor) -> ExpertsConfig:
-    """Return the fastest launches of a regime of experts."""
+def tuned_experts(regime: str, present: ExpertsConfig, flush: torch.Tensor) -> ExpertsConfig:
+    """Return the fastest launches of a regime of experts, starting from the present ones."""
 
     def time(config: ExpertsConfig) -> float:
         operations = TritonOperations(regime == "invariant", TileConfigs({}, {regime: config}))
@@ -120,7 +117,7 @@ def tuned_experts(regime: str, architecture: int, flush: torch.Tensor) -> Expert
         return mean_of(f"experts, {regime}: {config}", works)
 
     fields = {field: candidates(regime, field) for field in ExpertsConfig._fields}
-    return best_of(f"experts, {regime}", EXPERTS_CONFIGS[architecture][regime], fields, time)
+    return best_of(f"experts, {regime}", present, fields, time)
 
 
 def best_of(

@@ -99,9 +99,8 @@ LONG_GROUP_ROWS: Final = 32
 SOURCE: Final[dict[int, str]] = {
     80: "reasoned, not measured",
     90: "reasoned, not measured",
-    100: "reasoned, not measured",
 }
-"""The source of each architecture's tables."""
+"""The source of each architecture's tables, which newer ones without their own use too."""
 
 # The reasoning, until a device is measured. Memory-bound configurations keep about 32 KiB of loads
 # in flight per multiprocessor and split the input until about 500 programs run; where adapters
@@ -164,33 +163,6 @@ LINEAR_CONFIGS: Final[dict[int, dict[str, LinearConfig]]] = {
             ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
     },
-    100: {
-        "few": LinearConfig(
-            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
-            ExpandConfig(SHORT, 128, 16, 4, 2),
-            FusedConfig(SHORT, 128, 16, 128, 8, 4),
-        ),
-        "decode": LinearConfig(
-            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
-            ExpandConfig(SHORT, 128, 16, 4, 2),
-        ),
-        "many": LinearConfig(
-            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
-            ExpandConfig(SHORT, 256, 16, 4, 2),
-        ),
-        "prefill": LinearConfig(
-            ShrinkConfig(LONG, 32, 64, 4, 4, 4),
-            ExpandConfig(LONG, 64, 16, 4, 2),
-        ),
-        "alone": LinearConfig(
-            ShrinkConfig(LONG, 64, 64, 4, 4, 4),
-            ExpandConfig(LONG, 64, 16, 4, 2),
-        ),
-        "invariant": LinearConfig(
-            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
-            ExpandConfig(SHORT, 128, 16, 4, 2),
-        ),
-    },
 }
 
 
@@ -213,20 +185,6 @@ EXPERTS_CONFIGS: Final[dict[int, dict[str, ExpertsConfig]]] = {
         ),
     },
     90: {
-        "decode": ExpertsConfig(
-            ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
-            ExpandConfig(SHORT, 128, 16, 4, 2),
-        ),
-        "prefill": ExpertsConfig(
-            ShrinkConfig(LONG, 16, 64, 1, 4, 3),
-            ExpandConfig(LONG, 64, 16, 4, 2),
-        ),
-        "invariant": ExpertsConfig(
-            ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
-            ExpandConfig(SHORT, 128, 16, 4, 2),
-        ),
-    },
-    100: {
         "decode": ExpertsConfig(
             ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
             ExpandConfig(SHORT, 128, 16, 4, 2),

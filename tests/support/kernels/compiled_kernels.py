@@ -45,11 +45,10 @@ from loradock.engine.kernels.gpu.shrink_expand import (
     sum_splits_kernel,
 )
 from loradock.engine.kernels.gpu.tile_configs import (
-    EXPERTS_CONFIGS,
-    LINEAR_CONFIGS,
     LOOKUP,
     ExpandConfig,
     ExpertsConfig,
+    configs_for,
 )
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -131,7 +130,8 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
     unit, halved = 128 // ITEM_BYTES[dtype], ITEM_BYTES[dtype] // 2
     own, floats = f"*{dtype}", "*fp32"
     weights = {**TABLES, "data": own}
-    for shrink, expand, fused in LINEAR_CONFIGS[architecture].values():
+    configs = configs_for(divmod(architecture, 10))
+    for shrink, expand, fused in configs.linear.values():
         blocks = {"BLOCK_M": shrink.block_m, "BLOCK_R": shrink.block_r}
         split = {"UNIT": unit, "SPLITS": shrink.splits}
         yield Job(
@@ -168,7 +168,7 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
         {"UNIT": unit, "BLOCK_M": LOOKUP.block_m, "BLOCK_R": LOOKUP.block_r},
         *(LOOKUP.warps, 3),
     )
-    for config in EXPERTS_CONFIGS[architecture].values():
+    for config in configs.experts.values():
         yield from _experts_jobs(config, dtype)
     yield from _attention_jobs(dtype)
     # A layer of 4096 with 32 heads of 128.
