@@ -176,8 +176,8 @@ def loradock_families(
     yield from _of_events(table.totals)
     yield _counter(
         "loradock_requests",
-        'Requests that ended, by adapter; those with the fewest and removed ones are "other".',
-        dict(sorted(_requests(table.totals, adapters_max).items())),
+        'Requests of known adapters that ended; those with the fewest are "other".',
+        dict(sorted(_requests(table.totals.requests, adapters_max).items())),
         "adapter",
         "outcome",
     )
@@ -320,11 +320,13 @@ def _of_events(totals: EventTotals) -> Iterator[Family]:
         yield _counter(f"loradock_{name}", f"{text} {since}.", dict(sorted(counts.items())), label)
 
 
-def _requests(totals: EventTotals, adapters_max: int) -> Counter[tuple[str, str]]:
+def _requests(
+    requests: Mapping[str, Mapping[str, int]], adapters_max: int
+) -> Counter[tuple[str, str]]:
     """Return the counts by adapter and outcome: of `adapters_max` adapters at most, and `OTHER`."""
-    kept = top_names({name: one.total() for name, one in totals.requests.items()}, adapters_max)
-    bounded = Counter({(OTHER, outcome): n for outcome, n in totals.requests_of_removed.items()})
-    for adapter, outcomes in totals.requests.items():
+    kept = top_names({name: sum(one.values()) for name, one in requests.items()}, adapters_max)
+    bounded: Counter[tuple[str, str]] = Counter()
+    for adapter, outcomes in requests.items():
         for outcome, count in outcomes.items():
             bounded[(adapter or BASE) if adapter in kept else OTHER, outcome] += count
     return bounded

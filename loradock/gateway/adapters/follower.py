@@ -53,19 +53,17 @@ class EventTotals(Struct):
     failures: Counter[str] = field(default_factory=Counter)
     evictions: Counter[str] = field(default_factory=Counter)
     requests: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """Adapter -> outcome -> generations and poolings that ended; the base model's name is empty."""
-    requests_of_removed: Counter[str] = field(default_factory=Counter)
-    """The same of all adapters that are not known any more, by outcome."""
+    """Adapter -> outcome -> generations and poolings that ended; the base model's name is empty.
+
+    Those of adapters that are not known any more are dropped: their number has no bound, and added
+    to other counts they would look like requests that ended now.
+    """
     prompt_tokens: int = 0
     output_tokens: int = 0
     load_s: Histogram = field(default_factory=lambda: Histogram(LOAD_S))
     """Seconds from the acceptance of an adapter's files to its weights on the host."""
     engines: int = 0
     gaps: int = 0
-
-    def forget(self, adapter: str) -> None:
-        """Keep only the sums of an adapter that is not known any more: names have no bound."""
-        self.requests_of_removed.update(self.requests.pop(adapter, {}))
 
 
 class Waiter(Protocol):
@@ -115,7 +113,7 @@ class AdapterTable:
             if before.get(name) != view:
                 self._record_update(view)
         for name in self.totals.requests.keys() - self.views.keys() - {""}:
-            self.totals.forget(name)
+            del self.totals.requests[name]
         if self.seq is None:
             self.seq = listed.events_seq
         self.stale.clear()
@@ -140,7 +138,7 @@ class AdapterTable:
         if view is None:
             self.views.pop(name, None)
             self._used.discard(name)
-            self.totals.forget(name)
+            self.totals.requests.pop(name, None)
         else:
             self._store(view)
 
