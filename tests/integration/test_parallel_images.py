@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 from loradock.client import Client, Malformed
-from tests.support.engine.image_bench import EVERYWHERE, KINDS, NAMES, PeftReference
+from tests.support.engine.image_bench import EVERYWHERE, KINDS, NAMES, ROWS, PeftReference
 from tests.support.engine.serve_process import serve
 from tests.support.models.image_examples import image_prompt
 from tests.support.parallel import images
-from tests.support.parallel.images import ROWS
 from tests.support.parallel.ranks import Ranks
 from tests.support.waiting import HANG_S
 

@@ -11,17 +11,9 @@ from loradock.engine.models.image_inputs import (
     image_arguments,
 )
 from tests.support.engine.engine_examples import relative_error
-from tests.support.engine.image_bench import EVERY_KIND, ImageBench, PeftReference, PromptRow
+from tests.support.engine.image_bench import EVERY_KIND, ROWS, ImageBench, PeftReference
 from tests.support.models.image_examples import picture
 
-ROWS = [
-    PromptRow("one", "a @ cat", (picture(20, 12, 1),)),
-    PromptRow(None, "what is this? it is a cat and a dog"),
-    PromptRow("two", "@ is a dog and @ is it", (picture(9, 30, 2), picture(16, 16, 3))),
-    PromptRow(None, "@ a", (picture(31, 17, 4),)),
-    PromptRow("two", "the mat"),
-    PromptRow("one", "a cat and @", (picture(8, 8, 5),)),
-]
 NEXT_TOKENS = (40, 77, 102)
 
 

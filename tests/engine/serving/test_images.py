@@ -35,6 +35,7 @@ from tests.support.engine.image_bench import (
     EVERY_KIND,
     EVERYWHERE,
     LORA,
+    ROWS,
     ImageBench,
     PeftReference,
     PromptRow,
@@ -42,15 +43,6 @@ from tests.support.engine.image_bench import (
 from tests.support.models.image_examples import build_with_processor, image_prompt, picture
 from tests.support.models.image_text_examples import build
 from tests.support.waiting import HANG_S
-
-ROWS = (
-    PromptRow("one", "a @ cat", (picture(20, 12, 1),)),
-    PromptRow(None, "what is this? it is a cat and a dog"),
-    PromptRow("two", "@ is a dog and @ is it", (picture(9, 30, 2), picture(16, 16, 3))),
-    PromptRow(None, "@ a", (picture(31, 17, 4),)),
-    PromptRow("two", "the mat"),
-    PromptRow("one", "a cat and @", (picture(8, 8, 5),)),
-)
 
 TWELVE = Sampling(max_tokens=12)
 
@@ -304,14 +296,6 @@ def test_a_model_without_a_processor_refuses_images_with_the_reason(tmp_path: Pa
 
 WITH_TOWERS = replace(LORA, enable_tower_connector_lora=True)
 
-TOWER_ROWS = (
-    PromptRow("one", "a @ cat", (picture(20, 12, 1),)),
-    PromptRow(None, "what is this? it is a cat and a dog"),
-    PromptRow("two", "@ is a dog and @ is it", (picture(9, 30, 2), picture(16, 16, 3))),
-    PromptRow(None, "@ a", (picture(31, 17, 4),)),
-    PromptRow("one", "a cat and @", (picture(8, 8, 5),)),
-)
-
 TEN = Sampling(max_tokens=10)
 
 
@@ -323,9 +307,9 @@ def test_sequences_with_images_of_several_adapters_equal_peft(kind: str, tmp_pat
     parts = {MappingType.TOWER} if kind == "gemma3" else {*MappingType} - {MappingType.LANGUAGE}
     assert parts <= set(bench.model.parts.values())
     driver = bench.driver(max_num_seqs=4)
-    ops = [driver.start(row.adapter, bench.prompt(row), TEN) for row in TOWER_ROWS]
+    ops = [driver.start(row.adapter, bench.prompt(row), TEN) for row in ROWS]
     driver.run()
-    for op, row in zip(ops, TOWER_ROWS, strict=True):
+    for op, row in zip(ops, ROWS, strict=True):
         assert driver.output(op)[0] == reference.greedy(row, 10), row.text
 
 

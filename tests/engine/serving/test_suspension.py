@@ -24,12 +24,11 @@ from loradock.messages.reports import GenerationEnded, OperationFailed
 from loradock.messages.requests import TokensStreamed
 from tests.support.engine.block_memory import check_pool
 from tests.support.engine.generation_bench import NAMES, PROMPTS, GenerationBench, SchedulerDriver
-from tests.support.engine.image_bench import ImageBench, PeftReference, PromptRow
+from tests.support.engine.image_bench import ROWS, ImageBench, PeftReference
 from tests.support.engine.slot_turns import Rotation
 from tests.support.models.causal_configs import build_model
 from tests.support.models.causal_parity import LENGTHS, RANKS, STEPS, Reference, prompt_of
 from tests.support.models.common_fields import POSITIONS
-from tests.support.models.image_examples import picture
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
@@ -412,14 +411,6 @@ KINDS = {"lfm2": "StateCache", "minimax": "SingleRows", "recurrent_gemma": "Sing
 
 """Each type of model, and the class of the cache that its running rows have."""
 
-IMAGE_ROWS = (
-    PromptRow("one", "a @ cat", (picture(20, 12, 1),)),
-    PromptRow(None, "what is this? it is a cat and a dog"),
-    PromptRow("two", "@ is a dog and @ is it", (picture(9, 30, 2), picture(16, 16, 3))),
-    PromptRow("two", "the mat"),
-    PromptRow("one", "a cat and @", (picture(8, 8, 5),)),
-)
-
 
 def run_in_moving_slots(driver: SchedulerDriver, arena: Arena, blobs: Mapping[int, Blob]) -> int:
     """Run all generations to their ends; return how often one was suspended.
@@ -477,9 +468,9 @@ def test_prompts_with_images_are_suspended_and_not_read_again(
     reference, bench = PeftReference(kind, tmp_path), ImageBench(kind, tmp_path)
     driver = bench.driver(max_num_seqs=8, paged_attention=is_paged)
     sampling = Sampling(max_tokens=24)
-    ops = {driver.start(row.adapter, bench.prompt(row), sampling): row for row in IMAGE_ROWS}
+    ops = {driver.start(row.adapter, bench.prompt(row), sampling): row for row in ROWS}
     blobs = dict(enumerate(bench.blobs, 1))
-    assert run_in_moving_slots(driver, bench.arena, blobs) > len(IMAGE_ROWS)
+    assert run_in_moving_slots(driver, bench.arena, blobs) > len(ROWS)
     assert driver.scheduler.kv_use.layout == ("paged" if is_paged else "padded")
     for op, row in ops.items():
         assert driver.output(op)[0] == reference.greedy(row, 24), row.text
@@ -495,7 +486,7 @@ def test_a_prompt_with_images_takes_the_blocks_of_suspended_sequences(tmp_path: 
     suspended = driver.start("one", tokens, Sampling(max_tokens=9))
     driver.run(steps=5)
     driver.scheduler.suspend(0, 1)
-    pool, row = driver.scheduler.batch.pool, IMAGE_ROWS[2]
+    pool, row = driver.scheduler.batch.pool, ROWS[2]
     assert pool.available < pool.referenced
     op = driver.start(row.adapter, bench.prompt(row), Sampling(max_tokens=100))
     driver.run()
@@ -511,7 +502,7 @@ def test_a_suspended_prompt_with_images_loses_its_blocks_and_continues(
 ) -> None:
     """Its adapter is in a slot again, or not, while another request needs nearly all blocks."""
     reference, bench = PeftReference("llava", tmp_path), ImageBench("llava", tmp_path)
-    driver, row, tokens = bench.driver(max_num_seqs=1), IMAGE_ROWS[2], tuple(range(50, 250))
+    driver, row, tokens = bench.driver(max_num_seqs=1), ROWS[2], tuple(range(50, 250))
     suspended = driver.start(row.adapter, bench.prompt(row), Sampling(max_tokens=100))
     driver.run(steps=5)
     driver.scheduler.suspend(1, 1)
@@ -540,7 +531,7 @@ def test_a_suspended_prompt_with_images_fails_alone_where_memory_lacks(
     PeftReference("llava", tmp_path)
     bench = ImageBench("llava", tmp_path)
     driver = bench.driver(max_num_seqs=1 if is_paged else 3, paged_attention=is_paged)
-    row, tokens = IMAGE_ROWS[2], tuple(range(50, 250))
+    row, tokens = ROWS[2], tuple(range(50, 250))
     sampling = Sampling(max_tokens=100, n=1 if is_paged else 2, temperature=0.5, seed=1)
     suspended = driver.start(row.adapter, bench.prompt(row), sampling)
     driver.run(steps=5)

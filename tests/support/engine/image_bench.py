@@ -5,7 +5,7 @@ PEFT's model runs one prompt at a time on the processor's output, and counts pos
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -31,7 +31,12 @@ from loradock.engine.serving.queue import SlotTable
 from loradock.messages.ids import OpId
 from loradock.messages.prompts import Prompt
 from tests.support.engine.generation_bench import SchedulerDriver
-from tests.support.models.image_examples import IMAGE_MODELS, build_with_processor, image_prompt
+from tests.support.models.image_examples import (
+    IMAGE_MODELS,
+    build_with_processor,
+    image_prompt,
+    picture,
+)
 from tests.support.models.image_text_examples import KINDS as FIRST_KINDS
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
@@ -52,6 +57,16 @@ class PromptRow(NamedTuple):
     adapter: str | None
     text: str
     images: tuple[Image.Image, ...] = ()
+
+
+ROWS: Final = (
+    PromptRow("one", "a @ cat", (picture(20, 12, 1),)),
+    PromptRow(None, "what is this? it is a cat and a dog"),
+    PromptRow("two", "@ is a dog and @ is it", (picture(9, 30, 2), picture(16, 16, 3))),
+    PromptRow(None, "@ a", (picture(31, 17, 4),)),
+    PromptRow("two", "the mat"),
+    PromptRow("one", "a cat and @", (picture(8, 8, 5),)),
+)
 
 
 class PeftReference:

@@ -7,16 +7,9 @@ from typing import Any
 from loradock.engine.jobs import CollectiveJobs, ThreadedJobs
 from loradock.engine.parallel import ParallelGroup
 from loradock.messages.prompts import Sampling
-from tests.support.engine.image_bench import ImageBench, PromptRow
+from tests.support.engine.image_bench import ROWS, ImageBench
 from tests.support.models.image_examples import image_prompt, picture
 
-ROWS = (
-    PromptRow("one", "a @ cat", (picture(20, 12, 1),)),
-    PromptRow(None, "what is this? it is a cat and a dog"),
-    PromptRow("two", "@ is a dog and @ is it", (picture(9, 30, 2), picture(16, 16, 3))),
-    PromptRow("two", "the mat"),
-    PromptRow(None, "@ a", (picture(31, 17, 4),)),
-)
 EIGHT = Sampling(max_tokens=8)
 LATE_S = 0.2
 
