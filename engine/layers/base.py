@@ -19,6 +19,7 @@ from loradock.engine.layers.saved import (
     SavedWeights,
     Step,
     TokenRows,
+    TokenVectors,
 )
 from loradock.engine.layout import (
     AFFINE_SUFFIX,
@@ -408,6 +409,9 @@ class BaseLayerWithLoRA(nn.Module):
             start = columns.stop
             for rows in saved.rows_of(self._punica, x.shape[:-1], self.row_order):
                 yield self._saved_step(columns, rows)
+        for tokens in self._tokens:
+            for own in tokens.vectors_of(self._punica, x.shape[:-1], self.row_order):
+                yield self._token_step(own)
 
     def _has_own_outputs(self) -> bool:
         is_bound = self._arena is not None and bool(self._affine or self._saved or self._tokens)
@@ -415,6 +419,10 @@ class BaseLayerWithLoRA(nn.Module):
 
     def _saved_step(self, columns: slice, rows: SavedRows) -> Step:
         return SavedStep(columns, rows)
+
+    def _token_step(self, own: TokenVectors) -> Step:
+        """Return the step for trained tokens; implemented by layers with `token_shapes`."""
+        raise NotImplementedError(f"{type(self).__name__} must implement _token_step")
 
     def _own_output(self, y: Tensor, x: Tensor) -> Tensor:
         """Return the base output with the rows that adapters change other than by a delta."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from loradock.engine.kernels.operands import LoRASlices
 from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
-from loradock.engine.layers.saved import LookupStep, Step, TokenLookupStep
+from loradock.engine.layers.saved import LookupStep, SavedRows, Step, TokenLookupStep, TokenVectors
 from loradock.engine.layers.tensor_parallel import VocabParallelEmbedding
 from loradock.engine.layout import ModuleKind
 from loradock.engine.punica.wrapper import PunicaWrapper
@@ -94,20 +94,11 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
             return ()
         return (SliceShape(base.embedding_dim, base.num_embeddings),)
 
-    def _own_steps(self, x: Tensor) -> Iterator[Step]:
-        """Yield the steps for adapters that have their own embedding, or own rows of some tokens.
+    def _saved_step(self, columns: slice, rows: SavedRows) -> Step:  # noqa: ARG002 - all of them
+        return LookupStep(rows, self._scale)
 
-        x: ids [..., 1].
-        """
-        if not self._has_own_outputs():
-            return
-        shape = x.shape[:-1]
-        for saved in self._saved:
-            for rows in saved.rows_of(self._punica, shape, self.row_order):
-                yield LookupStep(rows, self._scale)
-        for tokens in self._tokens:
-            for own in tokens.vectors_of(self._punica, shape, self.row_order):
-                yield TokenLookupStep(own, self._scale)
+    def _token_step(self, own: TokenVectors) -> Step:
+        return TokenLookupStep(own, self._scale)
 
     def _delta_steps(self, y: Tensor, x: Tensor) -> Iterator[Step]:  # noqa: ARG002 - the base's
         if self._punica is not None and self._slices is not None:

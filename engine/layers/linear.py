@@ -5,7 +5,7 @@ weight, so it may be of any kind, for example quantised; only the delta is compu
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from loradock.engine.kernels.packed_linear import (
     pack_weight,
 )
 from loradock.engine.layers.base import BaseLayerWithLoRA, SliceShape
-from loradock.engine.layers.saved import SavedWeights, Step, TokenLogitsStep
+from loradock.engine.layers.saved import SavedWeights, Step, TokenLogitsStep, TokenVectors
 from loradock.engine.layers.tensor_parallel import ParallelHead
 from loradock.engine.layout import ModuleKind
 from loradock.engine.models.library.names import Conv1D
@@ -171,13 +171,8 @@ class LogitsProcessorWithLoRA(ReplicatedLinearWithLoRA):
         y: Tensor = (self._product or self.base_layer)(x)
         return self.add_lora(y.contiguous(), x)
 
-    def _own_steps(self, x: Tensor) -> Iterator[Step]:
-        """Yield the base class's, then those of trained tokens."""
-        yield from super()._own_steps(x)
-        if self._has_own_outputs():
-            for tokens in self._tokens:
-                for own in tokens.vectors_of(self._punica, x.shape[:-1], self.row_order):
-                    yield TokenLogitsStep(own, self.base_layer.bias)
+    def _token_step(self, own: TokenVectors) -> Step:
+        return TokenLogitsStep(own, self.base_layer.bias)
 
 
 class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
