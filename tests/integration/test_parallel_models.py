@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import ParallelGroup
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_adapters import make_model
+from tests.support.models.peft_adapters import save_adapter
 from tests.support.parallel import models
 from tests.support.parallel.models import TOKENS, build
 from tests.support.parallel.ranks import Ranks
@@ -62,14 +62,9 @@ def test_two_ranks_answer_as_one_for_other_layers(pair: Ranks, name: str) -> Non
 
 def by_peft(directory: Path, name: str, **fields: Any) -> Tensor:
     """Save an adapter with random weights; return PEFT's logits with it."""
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **fields)
-    model = get_peft_model(build(name), config).eval()
-    for one, parameter in model.named_parameters():
-        if "trainable_tokens" in one:
-            torch.nn.init.normal_(parameter)
-    model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(directory, save_embedding_layers=True)
+    fields = {"r": 4, "target_modules": ["q_proj"]} | fields
+    save, train = {"save_embedding_layers": True}, torch.nn.init.normal_
+    model = save_adapter(build(name), directory, 1, train=train, save=save, **fields)
     with torch.no_grad():
         return model(input_ids=torch.tensor([TOKENS])).logits.flatten()
 

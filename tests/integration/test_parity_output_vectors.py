@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from loradock.engine.adapters import LoRAModel, LoRARequest, PEFTHelper
@@ -17,6 +17,7 @@ from loradock.engine.errors import AdapterDoesNotFit
 from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
 from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
+from tests.support.models.peft_adapters import save_adapter
 
 torch.set_num_threads(1)
 CONFIG = LlamaConfig(
@@ -54,19 +55,12 @@ def base() -> LlamaForCausalLM:
 
 
 def save(directory: Path, seed: int = 1, **fields: object) -> PeftModel:
-    torch.manual_seed(seed)
-    config = LoraConfig(
-        r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False, **fields
-    )
-    model = get_peft_model(deepcopy(base()), config).eval()
-    for name, parameter in model.named_parameters():
-        is_trained = parameter.requires_grad and name.endswith("bias")
-        if is_trained or "magnitude" in name:
-            with torch.no_grad():
-                parameter.add_(torch.rand_like(parameter))
-    model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(directory)
-    return model.requires_grad_(False)
+    fields = {"r": 4, "lora_alpha": 6, "target_modules": TARGETS} | fields
+    return save_adapter(deepcopy(base()), directory, seed, train=shift, **fields)
+
+
+def shift(parameter: Tensor) -> None:
+    parameter.add_(torch.rand_like(parameter))
 
 
 def make_worker() -> LRUCacheWorkerLoRAManager:
@@ -156,15 +150,8 @@ def gpt2() -> GPT2LMHeadModel:
 def test_gpt2_has_biases_in_norms_and_transposed_weights(
     fields: dict[str, object], tmp_path: Path
 ) -> None:
-    fields = {"target_modules": ["c_attn", "c_fc"], "init_lora_weights": False, **fields}
-    config = LoraConfig(r=4, fan_in_fan_out=True, **fields)
-    torch.manual_seed(5)
-    reference = get_peft_model(gpt2(), config).eval()
-    for name, parameter in reference.named_parameters():
-        if parameter.requires_grad and (name.endswith("bias") or "magnitude" in name):
-            parameter.add_(torch.rand_like(parameter))
-    reference.peft_config["default"].init_lora_weights = True
-    reference.save_pretrained(tmp_path)
+    fields = {"r": 4, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True} | fields
+    reference = save_adapter(gpt2(), tmp_path, 5, train=shift, **fields)
     lora_config = LoRAConfig(max_lora_rank=8, max_loras=2)
     manager = LRUCacheLoRAModelManager(
         gpt2(), 8, 256, 31, lora_config, "cpu", device_bytes_max=1 << 20

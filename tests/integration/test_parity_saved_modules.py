@@ -1,11 +1,12 @@
 """Adapters that replace modules whole (`modules_to_save`) are PEFT's, next to plain ones."""
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -21,6 +22,7 @@ from tests.support.engine.manager_examples import PROMPT, VOCABULARY, base
 from tests.support.engine.parity_bench import ParityBench, ParityRow, PeftReference, read
 from tests.support.models.causal_configs import build_config, build_model
 from tests.support.models.common_fields import POSITIONS
+from tests.support.models.peft_adapters import save_adapter
 
 torch.set_num_threads(1)
 TEXT = (3, 14, 15, 92, 65, 35, 89, 79, 32, 38)
@@ -45,17 +47,9 @@ def save(
     model: PreTrainedModel | None = None,
 ) -> PeftModel:
     """Save an adapter that was trained on q_proj and on whole modules; return PEFT's model."""
-    torch.manual_seed(seed)
-    config = LoraConfig(
-        r=4, lora_alpha=6, target_modules=["q_proj"], modules_to_save=saved, init_lora_weights=False
-    )
-    model = get_peft_model(deepcopy(base()) if model is None else model, config).eval()
-    for name, parameter in model.named_parameters():
-        if "modules_to_save" in name:
-            nn.init.normal_(parameter, std=0.3)
-    model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(directory)
-    return model.requires_grad_(False)
+    fields = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "modules_to_save": saved}
+    normal = partial(nn.init.normal_, std=0.3)
+    return save_adapter(model or deepcopy(base()), directory, seed, train=normal, **fields)
 
 
 def make_worker() -> LRUCacheWorkerLoRAManager:

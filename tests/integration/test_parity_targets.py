@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from transformers import PreTrainedModel
@@ -23,6 +23,7 @@ from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.causal_configs import build_model
 from tests.support.models.expert_adapters import DOWN, GATE_UP, make_model
+from tests.support.models.peft_adapters import save_adapter
 
 torch.set_num_threads(1)
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -35,14 +36,7 @@ HYBRIDS = {
 
 
 def save(model: PreTrainedModel, directory: Path, **fields: Any) -> PeftModel:
-    """Save an adapter with random values; return PEFT's model."""
-    torch.manual_seed(7)
-    config = LoraConfig(r=2, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", **fields)
-    reference = get_peft_model(model, config).eval()
-    # The random values leave the base unchanged, which is also the meaning of `True`.
-    reference.peft_config["default"].init_lora_weights = True
-    reference.save_pretrained(directory)
-    return reference.requires_grad_(False)
+    return save_adapter(model, directory, 7, r=2, lora_alpha=6, task_type="CAUSAL_LM", **fields)
 
 
 def manager_of(model: PreTrainedModel) -> LRUCacheLoRAModelManager:

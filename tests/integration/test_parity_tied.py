@@ -3,13 +3,13 @@
 import json
 from collections.abc import Mapping
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -20,6 +20,7 @@ from loradock.engine.errors import AdapterDoesNotFit, EngineError, NotFinite
 from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
 from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
+from tests.support.models.peft_adapters import save_adapter
 
 torch.set_num_threads(1)
 VOCABULARY = 40
@@ -74,14 +75,9 @@ def train(
     directory: Path, model: PreTrainedModel, *, save: Mapping[str, Any] | None = None, **fields: Any
 ) -> None:
     """Save an adapter with random weights in every trained parameter."""
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, init_lora_weights=False, **{"target_modules": "all-linear"} | fields)
-    peft = get_peft_model(deepcopy(model), config)
-    for name, parameter in peft.named_parameters():
-        if parameter.requires_grad and "lora_" not in name:
-            nn.init.normal_(parameter, std=0.4)
-    peft.peft_config["default"].init_lora_weights = True
-    peft.save_pretrained(directory, **save or {})
+    normal = partial(nn.init.normal_, std=0.4)
+    fields = {"r": 4, "target_modules": "all-linear"} | fields
+    save_adapter(deepcopy(model), directory, 1, train=normal, save=save, **fields)
 
 
 def by_peft(directory: Path, model: PreTrainedModel) -> Tensor:
@@ -411,11 +407,9 @@ def test_a_head_of_any_vocabulary_is_adapted(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("gemma3_text", **fields, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    torch.manual_seed(1)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    peft = get_peft_model(deepcopy(model), lora)
     # The copy of the head has 8 MB, so it is compared in parts.
-    peft.save_pretrained(tmp_path)
+    targets = ["q_proj", "lm_head"]
+    peft = save_adapter(deepcopy(model), tmp_path, 1, r=4, target_modules=targets)
     manager = LRUCacheLoRAModelManager(
         model, 4, 64, 262_208, LoRAConfig(max_lora_rank=8, max_loras=1), "cpu"
     )

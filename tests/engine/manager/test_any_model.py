@@ -31,6 +31,7 @@ from loradock.engine.manager import (
 from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.manager_examples import CONTENTS, full_manager, mapping_of
+from tests.support.models.peft_adapters import save_adapter
 
 torch.set_num_threads(1)
 WIDTH, TOKENS, SAMPLES = 8, 5, 3
@@ -74,12 +75,8 @@ def diffusion() -> Diffusion:
 
 def adapted(directory: Path, seed: int) -> nn.Module:
     """Save an adapter of the custom model with PEFT; return PEFT's model."""
-    torch.manual_seed(seed)
-    config = LoraConfig(r=seed, lora_alpha=3, target_modules=TARGETS, init_lora_weights=False)
-    model = get_peft_model(diffusion(), config)
-    model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(directory)
-    return model.eval()
+    fields = {"r": seed, "lora_alpha": 3, "target_modules": TARGETS}
+    return save_adapter(diffusion(), directory, seed, **fields)
 
 
 def manager_of(model: nn.Module, **fields: object) -> LRUCacheLoRAModelManager:
@@ -304,11 +301,7 @@ def test_an_image_classifier_is_served(tmp_path: Path) -> None:
     torch.manual_seed(3)
     base = ViTForImageClassification(config).eval()
     targets = ["q_proj", "v_proj", "classifier"]
-    peft = get_peft_model(
-        deepcopy(base), LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
-    ).eval()
-    peft.peft_config["default"].init_lora_weights = True
-    peft.save_pretrained(tmp_path)
+    peft = save_adapter(deepcopy(base), tmp_path, 3, r=2, target_modules=targets)
     manager = manager_of(deepcopy(base))
     worker = LRUCacheWorkerLoRAManager(manager)
     images = torch.randn(2, 3, 8, 8)
@@ -331,17 +324,10 @@ def gpt2() -> GPT2LMHeadModel:
 @torch.no_grad()
 def test_gpt2_is_called_without_positions(length: int, tmp_path: Path) -> None:
     """Its position embedding then sees one row of ids for all four sequences of the batch."""
-    targets = ["wte", "wpe", "c_fc"]
+    fields = {"r": 2, "target_modules": ["wte", "wpe", "c_fc"], "fan_in_fan_out": True}
     references = {0: gpt2()}
     for at in (1, 2):
-        torch.manual_seed(at)
-        config = LoraConfig(
-            r=2, target_modules=targets, fan_in_fan_out=True, init_lora_weights=False
-        )
-        peft = get_peft_model(gpt2(), config).eval()
-        peft.peft_config["default"].init_lora_weights = True
-        peft.save_pretrained(tmp_path / str(at))
-        references[at] = peft
+        references[at] = save_adapter(gpt2(), tmp_path / str(at), at, **fields)
     worker = LRUCacheWorkerLoRAManager(manager_of_gpt2())
     rows = (1, 0, 2, 1)
     requests = [LoRARequest(str(at), at, str(tmp_path / str(at))) for at in (1, 2)]

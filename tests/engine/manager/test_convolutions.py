@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from loradock.engine.layers import ConvolutionWithLoRA
 from loradock.engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
 from loradock.engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
+from tests.support.models.peft_adapters import save_adapter
 
 torch.set_num_threads(1)
 WIDTH, TOKENS, SAMPLES = 8, 6, 3
@@ -74,12 +74,7 @@ class DiffusionTransformer(nn.Module):
 
 def saved(model: nn.Module, directory: Path, seed: int, targets: list[str]) -> nn.Module:
     """Save an adapter with PEFT, which changes the model; return PEFT's."""
-    torch.manual_seed(seed)
-    config = LoraConfig(r=seed + 1, lora_alpha=3, target_modules=targets, init_lora_weights=False)
-    peft = get_peft_model(model, config).eval()
-    peft.peft_config["default"].init_lora_weights = True
-    peft.save_pretrained(directory)
-    return peft
+    return save_adapter(model, directory, seed, r=seed + 1, lora_alpha=3, target_modules=targets)
 
 
 def worker_of(model: nn.Module) -> LRUCacheWorkerLoRAManager:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from examples.tiny_recipe import build_tokenizer
@@ -29,6 +28,7 @@ from loradock.messages.reports import GenerationEnded, OperationFailed
 from loradock.messages.requests import TokensStreamed
 from tests.support.engine.engine_examples import ADAPTERS, tiny_config
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, GenerationBench
+from tests.support.models.peft_adapters import save_adapter
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
@@ -222,11 +222,8 @@ def long_context(tmp_path_factory: pytest.TempPathFactory, engine_config: Engine
     base = LlamaForCausalLM(tiny_config(**sizes))
     base.save_pretrained(root / "model")
     build_tokenizer().save_pretrained(root / "model")
-    for name, fields in ADAPTERS.items():
-        config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **fields)
-        model = get_peft_model(copy.deepcopy(base), config)
-        model.peft_config["default"].init_lora_weights = True
-        model.save_pretrained(root / name)
+    for seed, (name, fields) in enumerate(ADAPTERS.items()):
+        save_adapter(copy.deepcopy(base), root / name, seed, task_type="CAUSAL_LM", **fields)
     config = replace(engine_config, model_directory=root / "model", adapter_roots=(root,))
     return load_model(config, LoRAConfig(max_lora_rank=16)), root, config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import LlamaForCausalLM
 
 from examples.tiny_recipe import build_tokenizer
@@ -19,6 +19,7 @@ from loradock.engine.models.loading import load_model
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.engine.engine_examples import ADAPTERS, tiny_config
 from tests.support.engine.generation_bench import GenerationBench
+from tests.support.models.peft_adapters import save_adapter
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,13 +45,8 @@ def adapter_root(model_directory: Path, tmp_path_factory: pytest.TempPathFactory
     """One directory per adapter, as peft saves it."""
     root = tmp_path_factory.mktemp("adapters")
     for seed, (name, fields) in enumerate(ADAPTERS.items()):
-        torch.manual_seed(seed)
         base = LlamaForCausalLM.from_pretrained(model_directory)
-        config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **fields)
-        model = get_peft_model(base, config)
-        # Otherwise peft saves that its start changed the base model, which it did not.
-        model.peft_config["default"].init_lora_weights = True
-        model.save_pretrained(root / name)
+        save_adapter(base, root / name, seed, task_type="CAUSAL_LM", **fields)
     return root
 
 

@@ -10,12 +10,13 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.models.expert_examples import EXPERTS, HIDDEN, INTER, family_configs
+from tests.support.models.peft_adapters import save_adapter
 
 Fields = dict[str, object]
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -55,13 +56,8 @@ def save_fused(family: str, root: Path, rank_min: int = 1) -> dict[str, PeftMode
 
 
 def _save(family: str, directory: Path, fields: Fields) -> PeftModel:
-    config = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", "init_lora_weights": False}
-    torch.manual_seed(len(directory.name))
-    model = get_peft_model(make_model(family), LoraConfig(**{**config, **fields}))
-    # The random values leave the base unchanged, which is also the meaning of `True`.
-    model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(directory)
-    return model.eval()
+    fields = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"} | fields
+    return save_adapter(make_model(family), directory, len(directory.name), **fields)
 
 
 _PROJECTIONS = ("model.layers.{}.mlp.experts.{}.{}", ("gate_proj", "up_proj", "down_proj"))
