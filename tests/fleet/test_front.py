@@ -266,6 +266,8 @@ def test_a_dock_that_leaves_ends_its_requests(fleet: Fleet) -> None:
         dock = asked(fleet)
         os.kill(dock.child("member"), signal.SIGTERM)
         wait_until(lambda: dock.address not in fleet.status()["docks"])
+        # It ends a moment later, and a dock that still has it is not started again.
+        wait_until(lambda: not dock.child("member"))
         dock.be_silent(False)
         clients.wait_for(5)
     assert clients.statuses().keys() == {200}
