@@ -63,21 +63,14 @@ class ConvolutionWithLoRA(BaseLayerWithLoRA):
         """
         x = input
         y: Tensor = self.base_layer(x)
-        if not self._is_adapted():
+        # Patches cost memory, so a batch without weights for this layer makes none.
+        if self._punica is None or self._slices is None or not self._punica.touches(self._slices):
             return y
         is_single = x.ndim == len(self.base_layer.kernel_size) + 1
         patches = self._patches(x[None] if is_single else x)
         shape = (*patches.shape[:-1], self.base_layer.out_channels)
         delta = self.add_lora(y.new_zeros(shape), patches).movedim(-1, 1)
         return y + (delta[0] if is_single else delta)
-
-    def _is_adapted(self) -> bool:
-        """Return whether the batch has weights for this layer; patches cost memory."""
-        if self._punica is None or self._slices is None:
-            return False
-        groups = (self._punica.groups, self._punica.prompt_groups)
-        slots = {span.slot for one in groups if one is not None for span in one.spans}
-        return any(pair is not None for slot in slots for pair in self._slices.pairs(slot))
 
     def _patches(self, x: Tensor) -> Tensor:
         """Return the values under the kernel at each output position.

@@ -32,7 +32,7 @@ from loradock.engine.models.library.names import (
     is_kernels_available,
 )
 from loradock.engine.parallel import ParallelGroup
-from loradock.messages.engine_options import QUANTIZATIONS, UNQUANTIZED
+from loradock.messages.engine_options import UNQUANTIZED
 from loradock.messages.views import PoolingTask
 
 Task = Literal["generate"] | PoolingTask
@@ -329,8 +329,6 @@ def loading_options(name: str, model_config: Any, device: torch.device) -> dict[
         raise ModelRefused(
             f"quantization is {name!r}, and the model was saved quantised; leave it out"
         )
-    if name not in QUANTIZATIONS:
-        raise ModelRefused(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {name!r}")
     try:
         made = _QUANTIZATION_MAKERS[name]()
     except (ImportError, NameAbsent) as error:

@@ -100,7 +100,6 @@ class PunicaWrapper:
         # Groups of layers that have neither a row per token nor one per sampled row.
         self._derived: dict[tuple[object, ...], Groups] = {}
         self._is_derived = False
-        self._only_row: int | None = None
         self.batch: object = object()
         self.only_slot: int | None = None
         self.token_slots: Tensor | None = None
@@ -186,14 +185,18 @@ class PunicaWrapper:
             self._active_slots = frozenset(slots - {-1})
         return self._active_slots
 
+    def touches(self, slices: LoRASlices) -> bool:
+        """Return whether an adapter of the batch has weights in these slices."""
+        return any(pair is not None for slot in self.active_slots for pair in slices.pairs(slot))
+
     @contextmanager
     def only_row(self, row: int) -> Iterator[None]:
         """Use the adapter of one sampled row for all rows of every layer, within the context."""
-        self._only_row, self.only_slot = row, self._slot_of_row(row)
+        self.only_slot = -1 if self.prompt_slots is None else int(self.prompt_slots[row])
         try:
             yield
         finally:
-            self._only_row = self.only_slot = None
+            self.only_slot = None
 
     def _has_saved(self) -> bool:
         groups = self.groups if self.groups is not None and self.groups.spans else None
@@ -203,7 +206,7 @@ class PunicaWrapper:
     @property
     def adapted_tokens(self) -> int | None:
         """The tokens of the mapping; None if none has an adapter, or one row is run alone."""
-        if self._only_row is not None:
+        if self.only_slot is not None:
             return None
         return self.groups.tokens if self.groups is not None and self.groups.spans else None
 
@@ -257,15 +260,15 @@ class PunicaWrapper:
         """Return `base()`, a linear layer's output for `x`, with every row's delta added.
 
         base: returns [..., sum of out_features]; a model's own kind of linear layer may return a
-        transposed view. x: [..., in_features]; `groups_of` specifies which rows. With `concurrent`
-        the delta is computed in float32 while `base` runs, and their sum is rounded once, as it is
-        without.
+        transposed view. x: [..., in_features]; `groups_of` specifies which rows. The delta is
+        computed in float32 while `base` runs, and their sum is rounded once, as `add_lora_linear`
+        rounds it. Raises RuntimeError for a wrapper without `concurrent`.
         """
-        groups = None if self._concurrent is None else self.groups_of(x.shape[:-1], slices)
-        if self._concurrent is None or groups is None:
-            y = base().contiguous()
-            self.add_lora_linear(y.view(-1, y.shape[-1]), x, slices)
-            return y
+        if self._concurrent is None:
+            raise RuntimeError("the wrapper was made without `concurrent`; use add_lora_linear")
+        groups = self.groups_of(x.shape[:-1], slices)
+        if groups is None:
+            return base().contiguous()
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, delta = self._concurrent.run(
             lambda: base().contiguous(), lambda: self._delta(rows, slices, groups)
@@ -343,13 +346,13 @@ class PunicaWrapper:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         rows = math.prod(shape)
         order = slices.row_order if slices is not None else row_order or RowOrder.MAPPING
-        if order is not RowOrder.MAPPING and self._only_row is None:
+        if order is not RowOrder.MAPPING and self.only_slot is None:
             prompts = 0 if self.prompt_slots is None else len(self.prompt_slots)
             if order is RowOrder.COLUMNS and len(shape) > 1 and 0 < shape[1] == prompts:
                 return self._column_groups(shape)
             return self._one_adapter_groups(rows, slices)
-        if self._only_row is not None:
-            return self._groups_of_slot(self._slot_of_row(self._only_row), rows)
+        if self.only_slot is not None:
+            return self._groups_of_slot(self.only_slot, rows)
         is_sampled = self.prompt_groups is not None and self.prompt_groups.tokens == rows
         groups = self.prompt_groups if is_sampled else self.groups
         if groups is None or not groups.spans:
@@ -376,7 +379,7 @@ class PunicaWrapper:
         slot = self._common_slot()
         if slot is not None:
             return self._groups_of_slot(slot, rows)
-        if slices is not None and not self._is_touched(slices):
+        if slices is not None and not self.touches(slices):
             return None
         raise ValueError(
             "the layer sees rows in an order of the model's own, so a batch can have one adapter "
@@ -391,7 +394,7 @@ class PunicaWrapper:
             if key not in self._derived:
                 self._derived[key] = self._group_once(prompts.repeat_interleave(rows // shape[0]))
             return self._derived[key]
-        if slices is not None and not self._is_touched(slices):
+        if slices is not None and not self.touches(slices):
             return None
         raise ValueError(
             f"a batch of {rows} rows, but the mapping has {tokens}; "
@@ -412,19 +415,11 @@ class PunicaWrapper:
         self._is_derived = True
         return self.grouper.group_once(slots, len(self._layout))
 
-    def _slot_of_row(self, row: int) -> int:
-        return -1 if self.prompt_slots is None else int(self.prompt_slots[row])
-
     def _common_slot(self) -> int | None:
         """Return the slot of all rows of the mapping; None if they differ."""
         slots = [one for one in (self.token_slots, self.prompt_slots) if one is not None]
         distinct = {slot for one in slots for slot in one.tolist()}
         return distinct.pop() if len(distinct) == 1 else None
-
-    def _is_touched(self, slices: LoRASlices) -> bool:
-        """Return whether an adapter of the batch has weights in these slices."""
-        spans = () if self.groups is None else self.groups.spans
-        return any(pair is not None for span in spans for pair in slices.pairs(span.slot))
 
     def group_experts(
         self,
