@@ -303,5 +303,6 @@ def recover(
     )
     if result.controller is None:
         raise DivergedError(f"{directory}: the log has no header")
-    snapshots.on_recovered(result.snapshot)
+    # A snapshot must not have a record of which the log does not say yet that it is skipped.
+    snapshots.on_recovered(result.snapshot, 0 if skips else result.inputs)
     return result.controller, list(skips.values())

@@ -16,10 +16,18 @@ from typing import BinaryIO, Final
 import msgspec
 import structlog
 
+from loradock.controller.core.limits import LimitsError
+from loradock.controller.log.format import LogError
 from loradock.controller.log.retention import Retention
 from loradock.controller.log.segments import segment_paths
 from loradock.controller.log.snapshots import Snapshot
-from loradock.controller.log.snapshotter import EXIT_BUSY, NICENESS, SnapshotMade, SnapshotOrder
+from loradock.controller.log.snapshotter import (
+    EXIT_BUSY,
+    NICENESS,
+    SnapshotMade,
+    SnapshotOrder,
+    make_snapshot,
+)
 from loradock.controller.log.storage import DISK, Storage
 from loradock.messages.ids import Seq
 from loradock.processes.subprocesses import process_command
@@ -28,6 +36,9 @@ SNAPSHOT_S_MAX: Final = 600.0
 STOP_S_MAX: Final = 5.0
 AT_STOP: Final = 0.2
 """The part of an interval after which a snapshot is made when the controller stops."""
+
+OVERDUE: Final = 2
+"""A start makes a snapshot if it had to handle the inputs of this many intervals."""
 
 _SIZES_INTERVAL_S: Final = 1.0
 _ERROR_CHARACTERS: Final = 2000
@@ -65,11 +76,17 @@ class SnapshotProcess:
         self._log_bytes = 0
         self._measured_s = -_SIZES_INTERVAL_S
 
-    def on_recovered(self, snapshot: Snapshot | None) -> None:
-        """Continue after the snapshot that the controller began with."""
+    def on_recovered(self, snapshot: Snapshot | None, until: Seq) -> None:
+        """Continue after the snapshot that the controller began with, or after one that is made.
+
+        It is made here, up to record `until`, if the last one is far behind: a snapshotter ends
+        with its server, so one that ends again and again would have ever longer starts.
+        """
         if snapshot is not None:
             self._last_seq = self.snapshot_seq = snapshot.seq
             self.snapshot_time_ns = snapshot.marks[-1].time_ns
+        if self._interval and until - self.snapshot_seq >= OVERDUE * self._interval:
+            self._make(until)
 
     def tick(self, seq: Seq) -> None:
         """Report an ended snapshotter, and start the next if it is due after record `seq`."""
@@ -106,6 +123,16 @@ class SnapshotProcess:
             self._measured_s = now
             self._log_bytes = log_bytes(self._directory, self._storage)
         return self._log_bytes
+
+    def _make(self, seq: Seq) -> None:
+        self._last_seq, self._started_s = seq, time.monotonic()
+        try:
+            made = make_snapshot(self._directory, SnapshotOrder(seq, self._retention))
+        except (LogError, LimitsError, OSError) as error:
+            log.warning("no snapshot was made", reason=str(error))
+        else:
+            if made is not None:
+                self._report(made)
 
     def _start(self, seq: Seq) -> None:
         self._last_seq, self._started_s = seq, time.monotonic()

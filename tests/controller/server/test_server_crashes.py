@@ -1,4 +1,4 @@
-"""300 disturbances of a controller under load, with a real engine that keeps running.
+"""Disturbances of a controller under load, with a real engine that keeps running.
 
 A disturbance is a SIGKILL, a SIGSTOP of controller or engine for some time, or a step of the wall
 clock by up to an hour. Each request increments an adapter's `uses` exactly once, at any moment of
@@ -33,6 +33,8 @@ DISTURBANCES = int(os.environ.get("LORADOCK_DISTURBANCES", "100"))
 CLOCK_STEP_NS_MAX = 3_600_000_000_000
 PAUSE_S_MAX = 0.1
 CLIENTS = 6
+SNAPSHOT_INTERVAL = 1_000
+"""A run has many snapshots, and kills while one is made; without them a start takes ever longer."""
 SEED = int(os.environ.get("LORADOCK_SEED", "1"))
 
 
@@ -143,7 +145,8 @@ def test_disturbances_lose_no_request_and_repeat_none(tmp_path: Path) -> None:
     directory, offset = tmp_path / "d", tmp_path / "offset"
     directory.mkdir()
     clock = SteppedClock(offset)
-    with controller(directory, offset) as process, engine(directory) as engine_process:
+    options = {"snapshot_interval": SNAPSHOT_INTERVAL}
+    with controller(directory, offset, **options) as process, engine(directory) as engine_process:
         disturbances = Disturbances(process, engine_process.pid, clock)
         load, uses, status = asyncio.run(_disturb_under_load(directory, disturbances))
         assert process.stop() == 0

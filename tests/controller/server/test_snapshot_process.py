@@ -1,5 +1,6 @@
 """A server makes snapshots meanwhile, begins with the last one, and survives their failure."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -82,11 +83,30 @@ def test_a_snapshot_is_made_once_per_interval(
 def test_a_recovered_snapshot_counts(process: SnapshotProcess, reports: list[Any]) -> None:
     ticked(process, 20, reports)
     again = SnapshotProcess(process._directory, 20, KEEP)
-    again.on_recovered(replay(process._directory).snapshot)
+    again.on_recovered(replay(process._directory).snapshot, 39)
     again.tick(39)
     assert again._process is None
     assert again.snapshot_seq == process.snapshot_seq
     assert again.snapshot_time_ns == process.snapshot_time_ns
+
+
+def test_a_start_makes_the_snapshot_that_former_ones_did_not_live_to_make(
+    process: SnapshotProcess, reports: list[Any], tmp_path: Path
+) -> None:
+    process.on_recovered(None, 39)
+    assert not snapshot_paths(tmp_path / "log")
+    process.on_recovered(None, 40)
+    assert (reports[0][1]["seq"], process.snapshot_seq) == (40, 40)
+    assert replay(tmp_path / "log").snapshot_seq == 40
+    process.tick(59)
+    assert process._process is None
+    reports.clear()
+    [path] = snapshot_paths(tmp_path / "log")
+    with (tmp_path / "log" / LOCK_NAME).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process.on_recovered(None, 80)
+    assert reports[0][0] == "no snapshot was made"
+    assert [path] == snapshot_paths(tmp_path / "log")
 
 
 def test_failures_are_reported_and_the_next_interval_tries_again(
