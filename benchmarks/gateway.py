@@ -5,7 +5,6 @@ the controller, because the speed of the engine is not measured.
 """
 
 import asyncio
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from benchmarks.http_load import (
     seconds,
     wait_until_served,
 )
-from benchmarks.serving import make_run
+from benchmarks.serving import make_run, running, serving
 from benchmarks.standin_controller import IDLE
 from loradock.cli.serve.config import ServeConfig, ServeOptions
 from loradock.client import AsyncClient
@@ -48,11 +47,6 @@ REQUESTS: Final = 3000
 ADAPTERS: Final = 10_000
 IDLE_STREAMS: Final = 1000
 START_S: Final = 120.0
-_SERVE: Final = (
-    "import sys, msgspec; from loradock.cli.serve.config import ServeConfig; "
-    "from loradock.cli.serve.supervisor import serve; "
-    "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)).status)"
-)
 
 
 def run() -> Iterator[Figure]:
@@ -80,17 +74,6 @@ class _Gateway(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def _process(command: list[str], errors: Path) -> Iterator[int]:
-    with errors.open("ab") as sink:
-        process = subprocess.Popen(command, stderr=sink, stdout=sink)
-        try:
-            yield process.pid
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-@contextmanager
 def _served(directory: Path) -> Iterator[int]:
     """Run the real processes with a gateway, until it has answered once."""
     port = free_port()
@@ -101,9 +84,7 @@ def _served(directory: Path) -> Iterator[int]:
         ServeOptions(model=str(TINY / "model"), adapter_roots=(str(TINY / "adapters"),)),
         gateway=gateway,
     )
-    command = [sys.executable, "-c", _SERVE, msgspec.json.encode(config).decode()]
-    make_run(directory)
-    with _process(command, directory / "serve.log"):
+    with serving(config):
         asyncio.run(_load_adapter(directory))
         wait_until_served(port, START_S)
         yield port
@@ -123,8 +104,8 @@ def stand_in(directory: Path, adapters: int) -> Iterator[_Gateway]:
     standin = [sys.executable, "-m", "benchmarks.standin_controller", str(directory)]
     command = process_command("gateway", config)
     with (
-        _process([*standin, str(adapters)], directory / "stand-in.err"),
-        _process(command, directory / "gateway.err") as pid,
+        running([*standin, str(adapters)], directory / "stand-in.err"),
+        running(command, directory / "gateway.err") as pid,
     ):
         wait_until_served(port, START_S)
         yield _Gateway(port, pid)
@@ -202,7 +183,7 @@ async def _requests(port: int) -> Figure:
     bare_port = free_port()
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "benchmarks.bare_endpoint", str(bare_port)]
-        with _process(command, Path(name) / "bare.err"):
+        with running(command, Path(name) / "bare.err"):
             request = post(PATH, _body_ofstand_in())
             await _wait_until_open(bare_port)
             served, bare = await connections(port, STREAMS), await connections(bare_port, STREAMS)

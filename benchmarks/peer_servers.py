@@ -65,9 +65,7 @@ class Server:
         self.name = name
         self.port = port
         self._process = process
-        began = time.perf_counter()
         asyncio.run(self._wait_until_answered())
-        self.start_wall_s = time.perf_counter() - began
         self.start_cpu_s = self.cpu_s()
 
     async def _wait_until_answered(self) -> None:

@@ -117,12 +117,12 @@ class _Rates:
     def __init__(self, root: Path, dtype: str) -> None:
         adapters = [adapter_name(number) for number in range(2 * SLOTS)]
         with both(root, dtype, max(MIXED)) as self._servers:
-            self._change(root, (), _MIXED_NAMES)
+            self._load(root, _MIXED_NAMES)
             self.mixed = self._rates(_MIXED_NAMES, (SLOTS,))
         with both(root, dtype, RANK) as self._servers:
             self.start = self._pair(lambda server: server.start_cpu_s)
             self.base = self._rates(["base"])
-            self._change(root, (), adapters[:SLOTS])
+            self._load(root, adapters[:SLOTS])
             self.adapters = self._rates(adapters[:SLOTS])
             self._measure_others(root, adapters)
             self.memory = self._pair(Server.memory_mb)
@@ -135,12 +135,10 @@ class _Rates:
         ours, theirs = map(value, self._servers)
         return Pair(ours, theirs, ours / theirs)
 
-    def _change(self, root: Path, old: Sequence[str], new: Sequence[str]) -> None:
-        """Unload and load adapters on both servers."""
+    def _load(self, root: Path, names: Sequence[str]) -> None:
+        """Load adapters on both servers."""
         for server in self._servers:
-            for name in old:
-                asyncio.run(server.unload(name))
-            for name in new:
+            for name in names:
                 asyncio.run(server.load(name, root / name))
 
     def _rates(self, models: Sequence[str], counts: Sequence[int] = ROWS) -> dict[str, Pair]:
@@ -193,7 +191,7 @@ class _Measured(_Rates):
         """
         halves = self._rounds(lambda server: _turns(server, adapters[:SLOTS]), 2)
         rounds_8 = self._rounds(lambda server: _turns(server, [*adapters[:SLOTS]] * 2), 2)
-        self._change(root, (), adapters[SLOTS:])
+        self._load(root, adapters[SLOTS:])
         rounds_16 = self._rounds(lambda server: _turns(server, adapters), 2)
         firsts = [(1e3 * median(a.first_s), 1e3 * median(b.first_s)) for a, b in rounds_16]
         half, few, many = (

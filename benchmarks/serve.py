@@ -1,11 +1,10 @@
 """The figures `serve.*`: an engine under load, against itself and against other servers.
 
-`python -m benchmarks.serve --small` prints them for a small model, without storing anything;
-`--cliff 0 250` prints `serve.cliff` alone, for these lengths of an adapter's turn.
+`python -m benchmarks.serve --small` prints them for a small model, without storing anything.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle
 from statistics import median
 from typing import Final, TypeVar
@@ -202,15 +201,6 @@ def cliff(engine: ServedEngine, prompts: Prompts) -> Figure:
     )
 
 
-def cliffs(shape: Shape, turns: Sequence[int]) -> Iterator[Figure]:
-    """Measure `cliff` with different turns of adapters, in tokens."""
-    prompts = Prompts(shape.vocabulary)
-    with model_files(shape) as root:
-        for tokens in turns:
-            with served_engine(root, shape, RANK, turn_tokens=tokens) as engine:
-                yield cliff(engine, prompts)
-
-
 def _alternate(works: Mapping[str, Callable[[], Result]]) -> dict[str, list[Result]]:
     """Run the works in turn, `ROUNDS` times, and return the results of each.
 
@@ -229,17 +219,10 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description="Measure an engine under load.")
     parser.add_argument("--small", action="store_true", help="a small model, for a first look")
-    parser.add_argument(
-        "--cliff",
-        type=int,
-        nargs="+",
-        metavar="TOKENS",
-        help="measure serve.cliff alone, with each of these turns of adapters",
-    )
     arguments = parser.parse_args()
     shape = SMALL if arguments.small else SHAPE
     with threads(1):
-        for figure in cliffs(shape, arguments.cliff) if arguments.cliff else run(shape):
+        for figure in run(shape):
             Console(width=180).print(figure)
 
 

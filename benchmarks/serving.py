@@ -33,12 +33,12 @@ def make_run(directory: Path) -> None:
 
 
 @contextmanager
-def running(command: list[str], errors: Path) -> Iterator[None]:
-    """Run a command whose standard error is appended to a file."""
-    with errors.open("ab") as sink:
-        process = subprocess.Popen(command, stderr=sink)
+def running(command: list[str], output: Path) -> Iterator[int]:
+    """Run a command whose output is appended to a file; yield its process id."""
+    with output.open("ab") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=sink)
         try:
-            yield
+            yield process.pid
         finally:
             process.terminate()
             process.wait(30)

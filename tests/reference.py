@@ -146,7 +146,7 @@ def _of_class(name: str) -> Iterator[str]:
 
 def _signature(name: str, function: Callable[..., Any]) -> str:
     found = inspect.signature(function)
-    arguments = [one for one in found.parameters.values() if one.name not in ("self", "context")]
+    arguments = [one for one in found.parameters.values() if one.name != "self"]
     text = _MODULE.sub("", str(found.replace(parameters=arguments)))
     for kind, alias in _ALIASES.items():
         text = text.replace(kind, alias)

@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from loradock.engine.adapters.directory import AdapterFiles, OpenFile
 from loradock.engine.adapters.in_memory import misfits
-from loradock.engine.adapters.layer_weights import LoRALayerWeights
+from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_rank
 from loradock.engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from loradock.engine.adapters.sandbox import give_up_rights
 from loradock.engine.adapters.saved_tokenizer import TOKENIZER_FILES
@@ -214,7 +214,7 @@ class ReaderProcess:
             raise AdapterUnsound(f"the process that read it answered wrongly: {error}") from error
         if answer.code is not None:
             raise error_of(answer.code, answer.message, details=bounded_details(answer.details))
-        rank = max((lora.rank for lora in loras.values()), default=0)
+        rank = highest_rank(loras.values())
         model = LoRAModel(1, rank, loras, answer.is_3d_lora_weight)
         ranks = {name: lora.rank for name, lora in loras.items()}
         modules, dtype = list(self._target.modules.values()), self._target.lora_config.dtype

@@ -20,9 +20,9 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 OLD_FILES: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Vocabularies of tokenizers that were saved without `TOKENIZER_FILE`."""
 ADDED_TOKENS_FILE: Final = "added_tokens.json"
+"""The tokens that were added to them."""
 TOKENIZER_FILES: Final = (TOKENIZER_FILE, ADDED_TOKENS_FILE, *OLD_FILES)
 """The files of a tokenizer that may be opened."""
-"""The tokens that were added to them."""
 
 BYTES_MAX: Final = 64 << 20
 VALUES_MAX: Final = 4_000_000

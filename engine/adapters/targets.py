@@ -11,13 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from loradock.engine.adapters.peft_config import PEFTHelper
-from loradock.engine.adapters.problems import Problems, shown
+from loradock.engine.adapters.problems import Problems, listed, shown
 from loradock.engine.adapters.target import AdapterTarget, suffixes
 from loradock.engine.errors import AdapterDoesNotFit, bounded_details
 from loradock.engine.layout import ModuleKind, ModuleShape
-
-_NAMES_MAX: Final = 4
-"""The most modules of a layer, and runs of layers, that one warning lists."""
 
 _IN_LAYER: Final = re.compile(r"(.*?)\.(\d+)\.(.+)\Z")
 """A path's list of layers, its layer and the module in it."""
@@ -157,7 +154,7 @@ def _warnings(is_touched: Mapping[str, bool]) -> tuple[str, ...]:
     """Return one line for all targets that are missing in the same layers; by target."""
     missing = [path for path, has_tensors in is_touched.items() if not has_tensors]
     lines = [
-        f"no tensors for {_listed(modules)}{f' of {place}' if place else ''}, although the config "
+        f"no tensors for {listed(modules)}{f' of {place}' if place else ''}, although the config "
         f"names them; of {len(is_touched)} targets, {len(missing)} stay as in the base model"
         for place, modules in _by_layers(missing).items()
     ]
@@ -189,9 +186,4 @@ def _runs(numbers: Sequence[int]) -> str:
             runs[-1] = [runs[-1][0], number]
         else:
             runs.append([number])
-    return _listed(["-".join(map(str, run)) for run in runs])
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_MAX
-    return ", ".join(names[:_NAMES_MAX]) + (f" and {more} more" if more > 0 else "")
+    return listed(["-".join(map(str, run)) for run in runs])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
-from loradock.cli.exit_codes import CommandError, ExitCode, ServerNotRunning
+from loradock.cli.exit_codes import CommandError, ExitCode, NotReached, ServerNotRunning
 from loradock.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, TIMEOUT_S_MAX
 
 if TYPE_CHECKING:
@@ -140,17 +140,14 @@ def output_of(ctx: typer.Context, as_json: bool, verbose: bool = False) -> "Outp
 def open_client(ctx: typer.Context) -> "Iterator[Client]":
     """Open a client of the controller at `--address`, else of the controller of `--dir`.
 
-    For the latter, raises `ServerNotRunning` at once if no server accepts connections.
+    Raises `NotReached` if no server accepts connections.
     """
     from loradock.client import Client
 
     settings = settings_of(ctx)
     try:
         if settings.address:
-            _check_remote(settings)
-            client = Client(
-                address=settings.address, key=settings.key, server_key=settings.server_key
-            )
+            client = _remote_client(settings)
         else:
             directory = directory_of(ctx)
             _check_server(directory)
@@ -214,18 +211,15 @@ def _check_server(directory: Path) -> None:
         raise ServerNotRunning(directory, reason, lock_holder(directory))
 
 
-def _check_remote(settings: Settings) -> None:
-    """Raise an error unless the server at `--address` accepts a connection with these keys."""
-    from loradock.client.sockets import connection_to, remote_failure
-    from loradock.messages.errors import NotAllowed
+def _remote_client(settings: Settings) -> "Client":
+    from loradock.client import Client
+    from loradock.messages.errors import EngineGone
 
-    keys = settings.key, settings.server_key
-    failure = remote_failure(connection_to(None, settings.address, *keys))
-    if isinstance(failure, NotAllowed):
-        raise failure
-    if failure is not None:
+    try:
+        return Client(address=settings.address, key=settings.key, server_key=settings.server_key)
+    except EngineGone as error:
         hint = "is `loradock serve --listen` running there, and does a firewall let the port pass?"
-        raise CommandError(ExitCode.UNREACHABLE, failure.message, hint)
+        raise NotReached(error.message, hint) from error
 
 
 def run_request(

@@ -5,7 +5,6 @@ only.
 """
 
 # Heavy modules are imported when a command runs: help and completion answer at once.
-# ruff: noqa: PLC0415
 
 import os
 import select
@@ -21,9 +20,9 @@ from loradock.cli.context import (
     AsJson,
     InferenceTimeout,
     check_engine_installed,
-    open_client,
     output_of,
     replace_process,
+    run_request,
     settings_of,
 )
 from loradock.cli.exit_codes import CommandError, ExitCode
@@ -82,17 +81,10 @@ def restart(ctx: typer.Context, timeout: InferenceTimeout = None, as_json: AsJso
 
     Running generations fail; adapters return to where they are requested or held.
     """
-    from loradock.cli.render import renderables
-
-    output = output_of(ctx, as_json)
     if settings_of(ctx).address:
         raise CommandError(ExitCode.USAGE, _ELSEWHERE, "run this command on the server's machine")
-    with output.progress("restarting the engine"), open_client(ctx) as client:
-        reply = _restart(client, GENERATION_TIMEOUT_S if timeout is None else timeout)
-    if as_json:
-        output.document(reply)
-    else:
-        output.show(*renderables(reply))
+    timeout_s = GENERATION_TIMEOUT_S if timeout is None else timeout
+    run_request(ctx, as_json, "restarting the engine", lambda client: _restart(client, timeout_s))
 
 
 def _restart(client: "Client", timeout_s: float) -> "StatusShown":

@@ -104,22 +104,30 @@ class CommandError(Exception):
         self.hint = hint
 
 
-class ServerNotRunning(EngineGone):
+class NotReached(EngineGone):
+    """No server accepts connections; nothing was sent."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.message}"
+
+
+class ServerNotRunning(NotReached):
     """No server accepts connections in the directory; nothing was sent.
 
     `pid`: the server that holds the directory and does not serve yet; 0 for none.
     """
 
     def __init__(self, directory: Path, reason: str, pid: int = 0) -> None:
-        super().__init__(f"no LoRADock server answers at {directory} ({reason})")
-        self.pid = pid
         command = f"loradock --dir {shlex.quote(str(directory))}"
-        self.hint = f"start one: {command} serve --model MODEL --adapter-root ADAPTERS"
+        hint = f"start one: {command} serve --model MODEL --adapter-root ADAPTERS"
         if pid:
-            self.hint = f"process {pid} is starting or stopping one: {command} ready waits for it"
-
-    def __str__(self) -> str:
-        return f"{self.code} {self.message}"
+            hint = f"process {pid} is starting or stopping one: {command} ready waits for it"
+        super().__init__(f"no LoRADock server answers at {directory} ({reason})", hint)
+        self.pid = pid
 
 
 class Failure(NamedTuple):
@@ -143,7 +151,7 @@ def failure_of(error: LoradockError | CommandError | OSError) -> Failure:
             "retryable": error.retryable,
             "details": list(error.details),
         }
-        hint = error.hint if isinstance(error, ServerNotRunning) else HINTS[error.code]
+        hint = error.hint if isinstance(error, NotReached) else HINTS[error.code]
         return Failure(EXIT_CODES[error.code], str(error), hint, fields, error.details)
     if isinstance(error, CommandError):
         return Failure(error.exit_code, str(error), error.hint, {"message": str(error)})

@@ -15,10 +15,10 @@ import typer
 from loradock.cli.exit_codes import CommandError, ExitCode
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from loradock.cli.output import Renderable
     from loradock.fleet.catalogue import Catalogue
     from loradock.fleet.config import FleetConfig
+    from loradock.fleet.picker import PickerShown
     from loradock.fleet.status import FleetShown
     from loradock.messages.views import AdapterView
 
@@ -105,36 +105,56 @@ def want(
         )
 
 
-def status_tables(found: "FleetShown") -> "Iterator[Table]":
+def status_tables(found: "FleetShown") -> "Iterator[Renderable]":
     """Yield what `loradock fleet status` prints."""
-    from rich.table import Table
+    from loradock.cli.output import FittingTable, safe
 
-    docks = Table("dock", "model", "slots", "epoch", box=None)
-    for dock in found.docks:
-        docks.add_row(dock.address, dock.model, str(dock.weight), str(dock.epoch))
-    yield docks
-    adapters = Table("adapter", "copies", "hold", "path", box=None)
-    for one in found.adapters:
-        copies = str(one.copies) if one.copies else "auto"
-        adapters.add_row(one.name, copies, "yes" if one.hold else "", one.path)
-    yield adapters
+    yield FittingTable(
+        ("dock", "model", "slots", "epoch"),
+        ((dock.address, dock.model, str(dock.weight), str(dock.epoch)) for dock in found.docks),
+    )
+    yield FittingTable(
+        ("adapter", "copies", "hold", "path"),
+        (
+            (one.name, str(one.copies or "auto"), "yes" if one.hold else "", one.path)
+            for one in found.adapters
+        ),
+    )
     for front in found.fronts:
         if front.picker is None:
-            yield Table(f"front {front.address}: {front.problem}", box=None)
-            continue
-        seen = Table(f"front {front.address}", "ready", "requests", "in slots", "per s", box=None)
-        for address, load in sorted(front.picker.docks.items()):
-            ready, rate = "yes" if load.ready else "no", f"{load.rate:.1f}"
-            seen.add_row(address, ready, str(load.requests), str(load.in_slots), rate)
-        yield seen
-        copies_table = Table("in slots of", "docks", "left out", box=None)
-        for name in sorted({*front.picker.copies, *front.picker.refusals}):
-            refused = front.picker.refusals.get(name, {})
-            left_out = "; ".join(f"{dock}: {why}" for dock, why in sorted(refused.items()))
-            copies_table.add_row(name, " ".join(front.picker.copies.get(name, ())), left_out)
-        yield copies_table
-        decisions = Table("last decisions", "dock", "reason", box=None)
-        for decision in front.picker.decisions[-_DECISIONS_SHOWN:]:
-            chosen = decision.docks[0] if decision.docks else "-"
-            decisions.add_row(decision.adapter or "(base model)", chosen, decision.reason)
-        yield decisions
+            yield safe(f"front {front.address}: {front.problem}")
+        else:
+            yield from _picker_tables(front.address, front.picker)
+
+
+def _picker_tables(address: str, picker: "PickerShown") -> "Iterator[Renderable]":
+    from loradock.cli.output import FittingTable
+
+    yield FittingTable(
+        (f"front {address}", "ready", "requests", "in slots", "per s"),
+        (
+            (
+                *(dock, "yes" if load.ready else "no"),
+                *(str(load.requests), str(load.in_slots), f"{load.rate:.1f}"),
+            )
+            for dock, load in sorted(picker.docks.items())
+        ),
+    )
+    refusals = {
+        name: "; ".join(f"{dock}: {why}" for dock, why in sorted(refused.items()))
+        for name, refused in picker.refusals.items()
+    }
+    yield FittingTable(
+        ("in slots of", "docks", "left out"),
+        (
+            (name, " ".join(picker.copies.get(name, ())), refusals.get(name, ""))
+            for name in sorted({*picker.copies, *picker.refusals})
+        ),
+    )
+    yield FittingTable(
+        ("last decisions", "dock", "reason"),
+        (
+            (one.adapter or "(base model)", one.docks[0] if one.docks else "-", one.reason)
+            for one in picker.decisions[-_DECISIONS_SHOWN:]
+        ),
+    )

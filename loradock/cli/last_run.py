@@ -30,19 +30,17 @@ class LastRun(Struct, frozen=True):
 
     model: str
     limits: dict[str, int]
-    policy: str
     adapter_roots: tuple[str, ...] = ()
     max_lora_rank: int = 0
 
 
 def run_of(
-    model: str, limits: Limits, policy: str, roots: Sequence[str] = (), max_lora_rank: int = 0
+    model: str, limits: Limits, roots: Sequence[str] = (), max_lora_rank: int = 0
 ) -> LastRun:
     """Return what a server is started with."""
     return LastRun(
         str(Path(model).resolve()) if model else "",
         limits_to(limits),
-        policy,
         tuple(str(Path(root).resolve()) for root in roots),
         max_lora_rank,
     )

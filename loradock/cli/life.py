@@ -22,6 +22,7 @@ from loradock.messages.control import PRELOAD
 from loradock.messages.errors import EngineGone, ErrorCode, NotAllowed
 
 if TYPE_CHECKING:
+    from loradock.client import Client
     from loradock.messages.requests import StatusShown
 
 _POLL_S: Final = 0.05
@@ -97,10 +98,11 @@ def _readiness(ctx: typer.Context) -> "StatusShown | _NotReady":
     try:
         with open_client(ctx) as client:
             status = client.status(_ANSWER_S)
+            is_preloading = not status.unready and _is_preloading(client)
         if status.unready:
             hint = HINTS[ErrorCode.LOG_UNAVAILABLE] if status.log_error else hint
             return _NotReady(unready_text(status), hint)
-        if _is_preloading(ctx):
+        if is_preloading:
             return _NotReady("adapters of --adapter are being loaded", hint)
     except ServerNotRunning as error:
         return _NotReady(error.message, error.hint, is_absent=not error.pid)
@@ -109,13 +111,12 @@ def _readiness(ctx: typer.Context) -> "StatusShown | _NotReady":
     return status
 
 
-def _is_preloading(ctx: typer.Context) -> bool:
+def _is_preloading(client: "Client") -> bool:
     """Return whether adapters that the server loads at its start are not loaded yet."""
-    with open_client(ctx) as client:
-        try:
-            listed = client.list_requests(_ANSWER_S)
-        except NotAllowed:
-            return False
+    try:
+        listed = client.list_requests(_ANSWER_S)
+    except NotAllowed:
+        return False
     return any(view.request_id.startswith(PRELOAD) for view in listed.requests)
 
 

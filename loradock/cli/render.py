@@ -137,8 +137,7 @@ def _batch(reply: BatchDone) -> list[Renderable]:
 
 
 def _cancelled(reply: CancelDone) -> list[Renderable]:
-    outcome = "cancelled" if reply.found else "nothing was running as"
-    return [safe(f"{outcome} {reply.target}")]
+    return [safe(f"cancelled {reply.target}")]
 
 
 def _shown(reply: AdapterShown) -> list[Renderable]:

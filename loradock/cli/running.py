@@ -1,7 +1,6 @@
 """The commands on what runs: `requests`, `cancel`, `slow`, `config show` and `config set`."""
 
 # Heavy modules are imported when a command runs: help and completion answer at once.
-# ruff: noqa: PLC0415
 
 import difflib
 from collections.abc import Sequence
@@ -14,8 +13,6 @@ from loradock.cli.context import (
     AsJson,
     QueryTimeout,
     completions,
-    open_client,
-    output_of,
     run_request,
 )
 from loradock.cli.exit_codes import CommandError, ExitCode
@@ -81,21 +78,18 @@ def cancel(
     as_json: AsJson = False,
 ) -> None:
     """Stop a running generation of any client; its client gets the output so far."""
-    from loradock.cli.render import renderables
 
-    output = output_of(ctx, as_json)
-    with open_client(ctx) as client:
-        reply: Any = client.cancel_request(request, timeout)
-    if not reply.found:
-        raise CommandError(
-            ExitCode.NOT_FOUND,
-            f"no generation runs under the id {request!r}",
-            "`loradock requests` lists the requests in progress",
-        )
-    if as_json:
-        output.document(reply)
-    else:
-        output.show(*renderables(reply))
+    def stop(client: Any) -> Any:
+        reply = client.cancel_request(request, timeout)
+        if not reply.found:
+            raise CommandError(
+                ExitCode.NOT_FOUND,
+                f"no generation runs under the id {request!r}",
+                "`loradock requests` lists the requests in progress",
+            )
+        return reply
+
+    run_request(ctx, as_json, "cancelling", stop)
 
 
 Changes = Annotated[

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from loradock.lab.simulator import Changes, Run
     from loradock.lab.traffic import Traffic
 
-_ALIASES: Final = {"slots": "max-loras"}
 _OTHERS: Final = ("policy", "holds", "prefetch", "storage", "arrivals")
 _PREFETCHES: Final = ("as-logged", "none", "history")
 _DIGEST_SHOWN: Final = 16
@@ -31,7 +30,7 @@ def parse_what_if(text: str) -> "Changes":
     limits: dict[str, int] = {}
     for change in text.split(","):
         name, _, value = change.partition("=")
-        option = LIMITS.get(_ALIASES.get(name, name.replace("_", "-")))
+        option = LIMITS.get(name.replace("_", "-"))
         try:
             if not value:
                 raise ValueError("a change is NAME=VALUE")

@@ -107,9 +107,11 @@ def for_serve(words: Sequence[str], switches: frozenset[str] = frozenset()) -> l
         flag, equals, value = word.partition("=")
         if flag in _ADDRESS_DEFAULTS:
             address[flag] = value if equals else next(rest, "")
-        elif flag in SERVE_ANSWERS:
+            before = ""
+            continue
+        if flag in SERVE_ANSWERS:
             raise CommandError(ExitCode.USAGE, f"serve has no option {flag}", SERVE_ANSWERS[flag])
-        elif not word.startswith("-") and (not before or before in switches | SERVE_TRUE):
+        if not word.startswith("-") and (not before or before in switches | SERVE_TRUE):
             found += ["--model", word]
         elif word not in SERVE_TRUE:
             found.append(word)

@@ -51,11 +51,10 @@ class AsyncClient(Methods):
         timeout_s: float = TIMEOUT_S,
         generation_timeout_s: float = GENERATION_TIMEOUT_S,
         timing: Timing = TIMING,
-        context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         connection = connection_to(directory, address, key, server_key)
         limits = Timeouts(timeout_s, generation_timeout_s, timing)
-        self._loop_port = AsyncPort(context or zmq.Context.instance(), connection, limits)
+        self._loop_port = AsyncPort(connection, limits)
         super().__init__(self._loop_port)
 
     async def __aenter__(self) -> Self:
@@ -79,11 +78,9 @@ class _Waiter(NamedTuple):
 class AsyncPort(Port):
     """The port whose waits suspend a task; it belongs to the loop on which it was opened."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Timeouts
-    ) -> None:
-        super().__init__(context, connection, limits)
-        self._context = zmq.asyncio.Context(context)
+    def __init__(self, connection: Connection, limits: Timeouts) -> None:
+        super().__init__(connection, limits)
+        self._context = zmq.asyncio.Context(zmq.Context.instance())
         self._wakes_at = math.inf
         self._wakeup: asyncio.Handle | None = None
         self._pid = os.getpid()

@@ -180,12 +180,11 @@ class Client(Blocking[Methods]):
         timeout_s: float = TIMEOUT_S,
         generation_timeout_s: float = GENERATION_TIMEOUT_S,
         timing: Timing = TIMING,
-        context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         connection = connection_to(directory, address, key, server_key)
         check_place(connection)
         limits = Timeouts(timeout_s, generation_timeout_s, timing)
-        self._port = BlockingPort(context or zmq.Context.instance(), connection, limits)
+        self._port = BlockingPort(connection, limits)
         super().__init__(Methods(self._port))
 
     load = blocking(Methods.load)
@@ -250,11 +249,8 @@ class ExclusiveUse:
 class BlockingPort(Port):
     """The port whose waits block the calling thread."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Timeouts
-    ) -> None:
-        super().__init__(context, connection, limits)
-        self._context = context
+    def __init__(self, connection: Connection, limits: Timeouts) -> None:
+        super().__init__(connection, limits)
         self._use = ExclusiveUse()
         # Generations whose last reference was dropped, maybe by another thread.
         self._dropped: deque[GenerationCall] = deque()
@@ -314,7 +310,7 @@ class BlockingPort(Port):
 
     def subscribe(self) -> Subscription:
         """Return a new subscription to the events."""
-        return _Subscription(open_events(self._context, self.connection))
+        return _Subscription(open_events(zmq.Context.instance(), self.connection))
 
     def close(self) -> None:
         """Close the socket; calls in flight end with `EngineGone`."""

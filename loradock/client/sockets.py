@@ -296,9 +296,7 @@ class Timeouts(NamedTuple):
 class Port(ABC):
     """A session with its socket, and how a client waits for it."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", connection: Connection, limits: Timeouts
-    ) -> None:
+    def __init__(self, connection: Connection, limits: Timeouts) -> None:
         self.connection: Final = connection
         self.session: Final = Session(
             secrets.token_bytes(TOKEN_BYTES),
@@ -308,7 +306,7 @@ class Port(ABC):
             silence=self.silence_reason,
             on_change=self._on_change,
         )
-        self._socket: zmq.Socket[bytes] = open_requests(context, connection)
+        self._socket: zmq.Socket[bytes] = open_requests(zmq.Context.instance(), connection)
 
     def silence_reason(self) -> str:
         """Return why no server answers; empty if one can."""

@@ -122,9 +122,7 @@ class _Reader:
         self._slots: dict[int, int] = {}
         self._running: dict[int, _Running] = {}
         self._paused: dict[int, _Running] = {}
-        self._starts: list[tuple[str, int]] = []
-        self._first_tokens_ns: dict[str, int] = {}
-        self._losses = self._inventories = self._sessions = self._failures = 0
+        self._losses = self._sessions = self._failures = 0
         # Integrals over time of 1, rows, adapters and ranks while any generation runs.
         self._integrals: tuple[float, ...] = (0.0,) * 4
         self._rates = (1.0, 0.0, 0.0, 0.0)
@@ -144,14 +142,6 @@ class _Reader:
         """Return what was collected; `controller` has handled it."""
         assert self.inventory is not None  # noqa: S101 - `read_traffic` refuses such a log
         service = _fitted(self.samples)
-        for request_id, started_ns in self._starts:
-            work = self.works.get(request_id)
-            if work is not None and work.output_tokens:
-                step = service.step
-                # Logs of earlier versions have no time of tokens: the fit's.
-                fitted_ns = step.prompt_ns(work.prompt_tokens) + int(step.step_ns(1, 1, 0))
-                first_ns = self._first_tokens_ns.get(request_id, fitted_ns)
-                self.meter.begin_tokens(request_id, started_ns + first_ns)
         return Traffic(
             limits=controller.limits,
             policy=controller.policy_name,
@@ -202,7 +192,6 @@ class _Reader:
         if isinstance(command, _STARTS):
             self.meter.start(command.request_id, time_ns)
         if isinstance(command, commands.StartGeneration):
-            self._starts.append((command.request_id, time_ns))
             self._running[command.op] = _Running(command.adapter_id, self._integrals)
             self._set_rates()
 
@@ -215,7 +204,7 @@ class _Reader:
             self._take_failure(command, report)
             return
         if isinstance(command, _STARTS):
-            self._take_end(command, report, time_ns - sent_ns)
+            self._take_end(command, report, sent_ns, time_ns)
             self.meter.end(command.request_id, time_ns, getattr(report, "output_tokens", 0))
             return
         if isinstance(report, reports.AdapterChecked) and isinstance(
@@ -242,13 +231,17 @@ class _Reader:
         elif not isinstance(command, _STARTS):
             self._failures += 1
 
-    def _take_end(self, command: commands.StartInference, report: Any, took_ns: int) -> None:
+    def _take_end(
+        self, command: commands.StartInference, report: Any, sent_ns: int, time_ns: int
+    ) -> None:
         if isinstance(command, commands.StartPooling):
-            self.samples.poolings.append((report.input_tokens, took_ns))
+            self.samples.poolings.append((report.input_tokens, time_ns - sent_ns))
             self.works[command.request_id] = Work(report.input_tokens)
             return
         prompt, output = report.prompt_tokens, report.output_tokens
         self.works[command.request_id] = Work(prompt, output)
+        if report.first_token_ns:
+            self.meter.begin_tokens(command.request_id, sent_ns + report.first_token_ns)
         running = self._running.pop(command.op, None) or self._paused.pop(command.op, None)
         if running is None:
             return
@@ -257,11 +250,9 @@ class _Reader:
         if not active_ns or not output:
             return
         taken = {output: active_ns}
-        if report.first_token_ns:
-            self._first_tokens_ns[command.request_id] = report.first_token_ns
-            # Of generations alone that are equally long, prompts and steps can't be told apart.
-            if not any(running.active):
-                taken[1] = report.first_token_ns
+        # Of generations alone that are equally long, prompts and steps can't be told apart.
+        if report.first_token_ns and not any(running.active):
+            taken[1] = report.first_token_ns
         means = [one / active_ns for one in (rows, adapters, ranks)]
         for steps, taken_ns in taken.items():
             features = (1.0, float(prompt), float(steps), *(steps * mean for mean in means))

@@ -87,15 +87,15 @@ def test_what_keeps_a_key_from_a_server_is_told_with_the_address(
     key, unknown = allow(directory, "me", "read"), key_file(directory, "other")
     server = KeyStore(directory).server_public_path
 
-    def said(key: Path, server: Path) -> str:
-        result = run(
-            *("--address", address, "--key", str(key), "--server-key", str(server), "status"),
-            directory="/nowhere",
-        )
+    def said(key: Path, server: Path, *command: str) -> str:
+        place = ("--address", address, "--key", str(key), "--server-key", str(server))
+        result = run(*place, *(command or ("status",)), directory="/nowhere")
         assert address in result.stderr
         return f"{result.exit_code:d} {result.stderr}"
 
-    assert said(key, server).startswith(f"6 nothing listens at {address}")
+    assert said(key, server).startswith(f"6 L011 nothing listens at {address}")
+    waited = said(key, server, "ready", "--timeout", "0.2")
+    assert waited.startswith(f"6 not ready after 0.2 s: nothing listens at {address}")
     with pytest.raises(EngineGone, match=f"nothing listens at {address}"):
         Client(address=address, key=key, server_key=server)
     nowhere = "tcp://no-such-host.invalid:7000"

@@ -20,15 +20,15 @@ from tests.support.simulation.command_runs import run
 
 
 def test_only_what_evicts_or_excludes_adapters_is_a_change(tmp_path: Path) -> None:
-    before = run_of("/m", Limits(), "lru")
+    before = run_of("/m", Limits())
     assert read_last_run(tmp_path) is None
     write_last_run(tmp_path, before)
     assert read_last_run(tmp_path) == before
     assert changes(None, before) == []
     assert changes(before, before) == []
-    assert changes(before, run_of("/m", Limits(max_loras=9, retry_backoff_ms=1), "none")) == []
-    assert changes(before, run_of("", Limits(), "lru")) == []
-    assert changes(before, run_of("/n", Limits(max_loras=2, host_bytes_max=1 << 30), "lru")) == [
+    assert changes(before, run_of("/m", Limits(max_loras=9, retry_backoff_ms=1))) == []
+    assert changes(before, run_of("", Limits())) == []
+    assert changes(before, run_of("/n", Limits(max_loras=2, host_bytes_max=1 << 30))) == [
         "the model is /n instead of /m",
         "--max-loras is 2 instead of 8",
         "--host-bytes is 1 GiB instead of 4 GiB",

@@ -15,6 +15,8 @@ SERVE = {flag for one in COMMANDS["serve"].params for flag in one.opts}
 TYPED = {
     "model": (["tiny"], ["--model", "tiny"]),
     "port": (["--port", "9000"], ["--http", "127.0.0.1:9000"]),
+    "port first": (["--port", "1", "tiny"], ["--model", "tiny", "--http", "127.0.0.1:1"]),
+    "host first": (["--host=::", "tiny"], ["--model", "tiny", "--http", ":::8000"]),
     "host": (["--host=0.0.0.0"], ["--http", "0.0.0.0:8000"]),
     "both": (
         ["tiny", "--host", "::1", "--max-loras", "4", "--port=1"],

@@ -110,7 +110,7 @@ def test_changes_that_contradict_or_name_nothing_are_refused() -> None:
         simulate(made, Changes(limits={"max_cpu_loras": 1}))
     with pytest.raises(ValueError, match="'b' is not in the log"):
         simulate(made, Changes(holds=("b",)))
-    assert parse_what_if("policy=gdsf,slots=4,host-bytes=2GiB,holds=a+b,storage=2") == Changes(
+    assert parse_what_if("policy=gdsf,max-loras=4,host-bytes=2GiB,holds=a+b,storage=2") == Changes(
         policy="gdsf",
         limits={"max_loras": 4, "host_bytes_max": 2 << 30},
         holds=("a", "b"),
@@ -118,9 +118,9 @@ def test_changes_that_contradict_or_name_nothing_are_refused() -> None:
     )
     for prefetch in ("as-logged", "none", "history"):
         assert parse_what_if(f"prefetch={prefetch}").prefetch == prefetch
-    names = ("max-loras", "max_loras", "slots")
-    assert [parse_what_if(f"{name}=4").limits for name in names] == 3 * [{"max_loras": 4}]
-    for text in ("slots", "slots=x", "slot=3", "prefetch=yes", "storage=0"):
+    names = ("max-loras", "max_loras")
+    assert [parse_what_if(f"{name}=4").limits for name in names] == 2 * [{"max_loras": 4}]
+    for text in ("max-loras", "max-loras=x", "slots=3", "prefetch=yes", "storage=0"):
         with pytest.raises(CommandError, match="--what-if"):
             parse_what_if(text)
 

@@ -207,7 +207,7 @@ def _check_free(host: str, port: int) -> None:
 def _run_of(config: ServeConfig) -> LastRun:
     options, server = config.options, config.server
     rank = config.lora.max_lora_rank
-    return run_of(options.model, server.limits, server.policy, options.adapter_roots, rank)
+    return run_of(options.model, server.limits, options.adapter_roots, rank)
 
 
 def _confirm_changes(config: ServeConfig) -> None:

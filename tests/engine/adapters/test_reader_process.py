@@ -25,6 +25,7 @@ from loradock.engine.adapters.reader_process import (
 from loradock.engine.adapters.target import AdapterTarget
 from loradock.engine.config import DEFAULT_BOUNDS
 from loradock.engine.errors import AdapterDoesNotFit, AdapterUnsound, EngineError
+from loradock.engine.layout import TOKENS_SUFFIX, ModuleKind, ModuleShape
 from loradock.messages.ids import GPU_SLOT
 from tests.support.engine.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, tensors, write
 from tests.support.engine.engine_bench import EngineBench
@@ -32,7 +33,11 @@ from tests.support.waiting import wait_until
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
-TARGET = AdapterTarget(MODULES, LORA_CONFIG)
+ROWS = "model.embed_tokens"
+TOKENS = ModuleShape(
+    ROWS + TOKENS_SUFFIX, 16, 16, len(MODULES), kind=ModuleKind.TOKENS, is_optional=True
+)
+TARGET = AdapterTarget({**MODULES, TOKENS.name: TOKENS}, LORA_CONFIG)
 
 
 @contextmanager
@@ -68,6 +73,13 @@ FILES = {
     "sound": {},
     "a sound one of another dtype": {
         "weights": {name: one.bfloat16() for name, one in tensors().items()}
+    },
+    "more trained tokens than its rank": {
+        "config": {**CONFIG, "trainable_token_indices": {"embed_tokens": [3, 1, 4, 0, 5]}},
+        "weights": {
+            **tensors(),
+            f"base_model.model.{ROWS}.token_adapter.trainable_tokens_delta": torch.ones(5, 16),
+        },
     },
     "no object": {"config": b"[]"},
     "another rank": {"config": dict(CONFIG) | {"r": 3}},
