@@ -29,6 +29,7 @@ from loradock.engine.layers import (
     VocabParallelEmbeddingWithLoRA,
     wrappers_for,
 )
+from loradock.engine.layers.experts import ExpertsWithLoRA
 from loradock.engine.layers.packed import PackedSlice
 from loradock.engine.layers.saved import ReplaceableNorm
 from loradock.engine.layers.tensor_parallel import (
@@ -225,6 +226,11 @@ class ServedModel:
                 layer.is_shared_by_rows = layer is not tokens
         self.shapes = module_shapes(self.layers, self.norms)
         return chosen
+
+    @property
+    def has_experts(self) -> bool:
+        """True if adapters can have weights inside experts."""
+        return any(isinstance(layer, ExpertsWithLoRA) for layer in self.layers.values())
 
     def _warn_about_unused(self, lora_config: LoRAConfig) -> None:
         """Warn about settings for parts that this model lacks; they are ignored."""

@@ -11,7 +11,6 @@ from typing import Final
 import structlog
 import torch
 
-from loradock.engine.layers.experts import ExpertsWithLoRA
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.punica.mapping import LoRAMapping
@@ -27,8 +26,7 @@ def warm_up(
     model: CausalModel | PoolingModel, punica: PunicaWrapper, max_loras: int, max_num_seqs: int
 ) -> None:
     """Run the model once for each regime, if the kernels are compiled."""
-    has_experts = any(isinstance(layer, ExpertsWithLoRA) for layer in model.layers.values())
-    batches = punica.batches_to_compile(TOKENS_MAX, max_loras, has_experts=has_experts)
+    batches = punica.batches_to_compile(TOKENS_MAX, max_loras, has_experts=model.has_experts)
     before = time.monotonic()
     for tokens, adapters in batches:
         for shape in _shapes_of(model, tokens, max_num_seqs):
