@@ -261,6 +261,17 @@ def a_elements(rank: int, in_features: int, dtype: torch.dtype) -> int:
     return aligned_elements(rank * in_features, dtype)
 
 
+def matrices_of(
+    data: torch.Tensor, start: int, rank: int, shape: ModuleShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A and B of a module-slice of this rank whose A starts at `start`, as views of data."""
+    a_shape, b_shape = shape.a_shape(rank), shape.b_shape(rank)
+    b_start = start + aligned_elements(math.prod(a_shape), data.dtype)
+    a = data[start : start + math.prod(a_shape)]
+    b = data[b_start : b_start + math.prod(b_shape)]
+    return a.view(a_shape), b.view(b_shape)
+
+
 def slice_elements(rank: int, shape: ModuleShape, dtype: torch.dtype) -> int:
     """Return the elements of one module-slice at this rank, padding included."""
     both = (shape.a_shape(rank), shape.b_shape(rank))

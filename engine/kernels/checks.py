@@ -30,7 +30,7 @@ def check_shrink(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> No
     _check_groups("shrink", slices, groups.rows, _last_slot(groups))
     _check_floating("shrink", "x", x)
     _check("shrink", "x", x, (groups.tokens, slices.in_features), slices)
-    _check("shrink", "y", y, (len(slices.columns), groups.tokens, _rank_max(slices)), slices)
+    _check("shrink", "y", y, (len(slices.columns), groups.tokens, slices.rank_max), slices)
     _check_dtype("shrink", "y", y, accumulator_dtype(x.dtype))
 
 
@@ -39,7 +39,7 @@ def check_expand(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, offse
     _check_kind("expand", slices, ModuleKind.LINEAR)
     _check_groups("expand", slices, groups.rows, _last_slot(groups))
     _check_floating("expand", "y", y)
-    _check("expand", "x", x, (len(slices.columns), groups.tokens, _rank_max(slices)), slices)
+    _check("expand", "x", x, (len(slices.columns), groups.tokens, slices.rank_max), slices)
     columns = offset + sum(slices.out_features)
     _check("expand", "y", y, (groups.tokens, columns), slices, may_be_wider=True)
     _check_dtype("expand", "x", x, accumulator_dtype(y.dtype))
@@ -77,7 +77,7 @@ def check_experts_shrink(y: Tensor, x: Tensor, slices: LoRASlices, groups: Exper
     _check_experts(operation, slices, groups)
     _check_floating(operation, "x", x)
     _check(operation, "x", x, (pairs, slices.in_features), slices)
-    _check(operation, "y", y, (len(slices.columns), pairs, _rank_max(slices)), slices)
+    _check(operation, "y", y, (len(slices.columns), pairs, slices.rank_max), slices)
     _check_dtype(operation, "y", y, accumulator_dtype(x.dtype))
 
 
@@ -87,7 +87,7 @@ def check_experts_expand(
     """Raise ValueError unless `experts_expand_reference` is defined for these."""
     operation, pairs = "experts_expand", len(groups.pairs)
     _check_experts(operation, slices, groups)
-    _check(operation, "x", x, (len(slices.columns), pairs, _rank_max(slices)), slices)
+    _check(operation, "x", x, (len(slices.columns), pairs, slices.rank_max), slices)
     _check_outputs(operation, ys, slices, groups)
     _check_floating(operation, "y", ys[0])
     _check_dtype(operation, "x", x, accumulator_dtype(ys[0].dtype))
@@ -115,11 +115,6 @@ def _check_outputs(
         _check_shape(operation, "y", y, (len(groups.pairs), out_features))
         _check_device(operation, "y", y, slices)
         _check_dtype(operation, "y", y, ys[0].dtype)
-
-
-def _rank_max(slices: LoRASlices) -> int:
-    """Return the highest rank of any slot in the layer's columns."""
-    return int(slices.directory.host_ranks[:, list(slices.columns)].max())
 
 
 def _check(

@@ -4,7 +4,6 @@ The arena and the Punica wrapper own the memory that these objects refer to. Row
 (slot -1) are in no group, so no kernel indexes a table with -1.
 """
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loradock.engine.kernels.directory import SlotDirectory
-from loradock.engine.layout import ModuleKind, ModuleShape, aligned_elements
+from loradock.engine.layout import ModuleKind, ModuleShape, matrices_of
 
 
 class LoRAPair(NamedTuple):
@@ -43,8 +42,8 @@ class LoRASlices:
     shapes: for LINEAR A is [rank, in_features] and B is [out_features[s], rank]; for EMBEDDING A is
     [in_features, rank]; for EXPERTS both have a leading dimension `experts`.
 
-    Views of the weights are cached for one version of the directory. `row_order`: of the layer's
-    input.
+    Views of the weights and the highest rank are cached for one version of the directory.
+    `row_order`: of the layer's input.
     """
 
     row_order = RowOrder.MAPPING
@@ -66,15 +65,28 @@ class LoRASlices:
         self.experts = experts
         self._version = -1
         self._pairs: dict[int, tuple[LoRAPair | None, ...]] = {}
+        self._rank_max: int | None = None
 
     def pairs(self, slot: int) -> tuple[LoRAPair | None, ...]:
         """Return A and B of each slice; None for a slice that is absent from the slot."""
-        if self._version != self.directory.version:
-            self._pairs.clear()
-            self._version = self.directory.version
+        self._use_current_version()
         if slot not in self._pairs:
             self._pairs[slot] = tuple(map(self._pair, self._entries(slot), self.out_features))
         return self._pairs[slot]
+
+    @property
+    def rank_max(self) -> int:
+        """The highest rank of any slot in the columns."""
+        self._use_current_version()
+        if self._rank_max is None:
+            self._rank_max = int(self.directory.host_ranks[:, list(self.columns)].max())
+        return self._rank_max
+
+    def _use_current_version(self) -> None:
+        if self._version != self.directory.version:
+            self._version = self.directory.version
+            self._pairs.clear()
+            self._rank_max = None
 
     def ranks(self, slot: int) -> tuple[int, ...]:
         """Return the rank of each slice; 0 for a slice that is absent from the slot."""
@@ -90,15 +102,7 @@ class LoRASlices:
         if offset < 0:
             return None
         shape = ModuleShape("", self.in_features, out_features, 0, False, self.kind, self.experts)
-        a_shape = shape.a_shape(rank)
-        b_offset = offset + aligned_elements(math.prod(a_shape), self.directory.data.dtype)
-        return LoRAPair(
-            self._matrix(offset, a_shape),
-            self._matrix(b_offset, shape.b_shape(rank)),
-        )
-
-    def _matrix(self, offset: int, shape: tuple[int, ...]) -> Tensor:
-        return self.directory.data[offset : offset + math.prod(shape)].view(shape)
+        return LoRAPair(*matrices_of(self.directory.data, offset, rank, shape))
 
 
 class SlotSpan(NamedTuple):

@@ -8,7 +8,6 @@ tensors are allocated once and only their contents change, so captured graphs st
 free bytes are enough but no hole is, a write compacts the arena and rewrites the rows that moved.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -22,9 +21,9 @@ from loradock.engine.layout import (
     ALIGNMENT_BYTES,
     ModuleKind,
     ModuleShape,
-    aligned_elements,
     directory_columns,
     directory_entries,
+    matrices_of,
     slice_elements,
     sorted_by_column,
 )
@@ -227,7 +226,7 @@ class Arena:
         shape = self.shape_at(index)
         # The last column has B's rank, which is the adapter's own.
         rank = int(self.directory.host_ranks[slot, index + shape.columns - 1])
-        return self._matrices(start, rank, shape)
+        return matrices_of(self.data, start, rank, shape)
 
     def has_saved_layers(self, slot: int) -> bool:
         """Return whether the slot has whole layers, scales and shifts, or token rows."""
@@ -255,9 +254,8 @@ class Arena:
         shape.check_fit(a, b)
         owner = self._reserve(slice_elements(rank, shape, self.dtype) * self.dtype.itemsize)
         try:
-            for matrix, tensor in zip(
-                self._matrices(self._start(owner), rank, shape), (a, b), strict=True
-            ):
+            matrices = matrices_of(self.data, self._start(owner), rank, shape)
+            for matrix, tensor in zip(matrices, (a, b), strict=True):
                 matrix.copy_(tensor)
         except BaseException:
             self._extents.free(owner)
@@ -365,15 +363,6 @@ class Arena:
     def _view(self, owner: int) -> torch.Tensor:
         extent = self._extents[owner]
         return self._bytes[extent.start_bytes : extent.end_bytes]
-
-    def _matrices(
-        self, start: int, rank: int, shape: ModuleShape
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        a_shape, b_shape = shape.a_shape(rank), shape.b_shape(rank)
-        b_start = start + aligned_elements(math.prod(a_shape), self.dtype)
-        a = self.data[start : start + math.prod(a_shape)]
-        b = self.data[b_start : b_start + math.prod(b_shape)]
-        return a.view(a_shape), b.view(b_shape)
 
     def _write(self, slot: int) -> _Write:
         self._check_slot(slot)

@@ -50,7 +50,6 @@ class LayerOperandCache:
 
     def __init__(self) -> None:
         self._operands: WeakKeyDictionary[LoRASlices, LayerOperands] = WeakKeyDictionary()
-        self._ranks: WeakKeyDictionary[LoRASlices, tuple[int, int]] = WeakKeyDictionary()
 
     def operands_of(self, slices: LoRASlices) -> LayerOperands:
         """Return what kernels read of `slices`."""
@@ -58,15 +57,6 @@ class LayerOperandCache:
         if operands is None:
             operands = self._operands[slices] = _operands_of(slices)
         return operands
-
-    def max_rank(self, slices: LoRASlices) -> int:
-        """Return the highest rank of any slot in this layer, by the directory's current version."""
-        directory = slices.directory
-        version, rank = self._ranks.get(slices, (-1, 0))
-        if version != directory.version:
-            rank = int(directory.host_ranks[:, list(slices.columns)].amax())
-            self._ranks[slices] = (directory.version, rank)
-        return rank
 
 
 class Workspace:

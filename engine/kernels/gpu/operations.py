@@ -265,7 +265,7 @@ class TritonOperations:
 
     def _operands_of(self, rows: Tensor, slices: LoRASlices, bounds: GroupBounds) -> LayerOperands:
         operands = self._cache.operands_of(slices)
-        check_operands(operands, rows, self._cache.max_rank(slices), bounds)
+        check_operands(operands, rows, slices.rank_max, bounds)
         return operands
 
     def _linear_config(self, rows: Tensor, groups: Groups) -> LinearConfig:
