@@ -66,7 +66,6 @@ from loradock.messages.requests import LifecycleRequest
 from loradock.messages.wire import EVENTS
 from loradock.processes.progress import Progress
 
-LOG_RETRY_NS: Final = 1_000_000_000
 PAUSE_NS_MIN: Final = 2_000_000_000
 """Iterations follow each other more closely, unless the process does not run or is very busy."""
 
@@ -152,7 +151,6 @@ class Server:
         self._beat_ns = 0
         self._published_ns = 0
         self._iterated_ns = time.monotonic_ns()
-        self._log_retry_ns = 0
         self._stopping = False
         transport.watch(self._events.wake_fd)
 
@@ -394,9 +392,10 @@ class Server:
     def _timeout_ms(self) -> int:
         if self._sessions.group or self._sessions.changes:
             return 0
+        if self._pending and not self._health.error:
+            return 0
         now = time.monotonic_ns()
-        left = (self._log_retry_ns if self._pending else self._beat_ns + BEAT_INTERVAL_NS) - now
-        left = min(left, self._published_ns + EVENTS_BEAT_NS - now)
+        left = min(self._beat_ns + BEAT_INTERVAL_NS, self._published_ns + EVENTS_BEAT_NS) - now
         for wait_ns in (self._queries.wait_ns(now), self._admin.ends_in_ns(now)):
             if wait_ns is not None:
                 left = min(left, wait_ns)
@@ -418,13 +417,24 @@ class Server:
         return self._admin.settings(message.request_id)
 
     def _apply_settings(self, limits: Limits, policy: str) -> None:
-        if not self._log.has_record:
-            self._commit([GroupInput(records.TimerFired())])
-        self._log.change_header(Header(FORMAT, RULES, policy, limits_to(limits), 0))
+        former = self._controller.limits, self._controller.policy_name
+        self._settings_file.write(limits, policy)
+        try:
+            self._change_header(Header(FORMAT, RULES, policy, limits_to(limits), 0))
+        except (LogFull, OSError):
+            self._settings_file.write(*former)
+            raise
         self._perform_actions(self._controller.reconfigure(limits, policy))
         self._publish(self._events.take_batch())
         log.info("settings changed", policy=policy, **limits_to(limits))
-        self._settings_file.write(limits, policy)
+
+    def _change_header(self, header: Header) -> None:
+        """Begin a segment with this header; a segment without a record can't be followed."""
+        if not self._log.has_record:
+            self._commit([GroupInput(records.TimerFired())])
+        if not self._log.has_record:
+            raise LogFull(self._health.error)
+        self._log.change_header(header)
 
     def _after_skip(self, received: GroupInput) -> None:
         """Answer the client, or find what the engine did: its report is lost."""
@@ -449,8 +459,6 @@ class Server:
         now = time.monotonic_ns()
         if not self._health.error:
             log.error("the log can't be written; serving reads only", error=why)
-        if now >= self._log_retry_ns:
-            self._log_retry_ns = now + LOG_RETRY_NS
         self._health.on_refused(why, now)
         self._link.forget_unlogged(now)
         kept: list[GroupInput] = []
