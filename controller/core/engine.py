@@ -136,6 +136,7 @@ def on_inventory(context: Context, inventory: EngineInventory) -> None:
     if unknown:
         _stop_unknown(context, unknown)
         return
+    world.unknown_operations.clear()
     world.engine_ready = True
     # Which adapters wait for room follows from the corrected states; all are reconciled below.
     context.clear_queues()

@@ -67,8 +67,8 @@ class EngineLink:
         self._send = send
         self._timeout_ns: Final = timeout_ns
         self._epoch: Epoch = 0
-        # The engine's connection; empty until one has sent something in this epoch.
-        self.peer = b""
+        # The engine's connection, empty until one has sent something in this epoch; the one before.
+        self.peer = self._former_peer = b""
         self._phase = Phase.SYNCHRONISING
         # The number of this round's first request for an inventory; the time of its last one.
         self._requested: Seq = 0
@@ -82,8 +82,9 @@ class EngineLink:
         self._beat_ns = 0
         self._ended_id = ""
         self._ended_ns = 0
-        # The engine whose inventory the log has, without a later loss.
-        self._known_id = ""
+        # The engine whose inventory the log has, without a later loss; the one whose inventory
+        # `receive` returned.
+        self._known_id = self._answered_id = ""
         # The first number that the last inventory of this round lacked, 0 for none.
         self._missing: Seq = 0
         self._malformed = 0
@@ -158,10 +159,13 @@ class EngineLink:
             return False
         if engine_id == self._ended_id and now_ns - self._ended_ns < LATE_FRAMES_NS:
             return False
+        if peer == self._former_peer:
+            # What was in transit when the engine connected again.
+            return False
         if peer != self.peer:
             if engine_id != self.engine_id:
                 self._delivered = self._logged = 0
-            self.engine_id, self.peer = engine_id, peer
+            self.engine_id, self.peer, self._former_peer = engine_id, peer, self.peer
             self._synchronise(now_ns)
         return True
 
@@ -181,7 +185,7 @@ class EngineLink:
             if self._lacks_reports(numbered, seq):
                 self._synchronise(now_ns)
                 return
-            self._phase = Phase.ANSWERED
+            self._phase, self._answered_id = Phase.ANSWERED, self.engine_id
             output.inputs.extend(numbered)
             output.inputs.append(NumberedReport(report, seq))
             self._reordered.clear()
@@ -258,13 +262,13 @@ class EngineLink:
     def on_logged(self) -> None:
         """Acknowledge what `receive` returned: it is in the log."""
         self._logged = self._delivered
-        if self._phase is Phase.ANSWERED:
-            self._known_id = self.engine_id
+        if self._answered_id:
+            self._known_id, self._answered_id = self._answered_id, ""
 
     def forget_unlogged(self, now_ns: int) -> None:
         """Have the engine resend, after a delay, what `receive` returned: it was not logged."""
-        if self._delivered != self._logged or self._phase is Phase.ANSWERED:
-            self._delivered = self._logged
+        if self._delivered != self._logged or self._answered_id:
+            self._delivered, self._answered_id = self._logged, ""
             self.synchronise_later(now_ns)
 
     def synchronise_later(self, now_ns: int) -> None:
@@ -306,6 +310,7 @@ class EngineLink:
         """
         if ended:
             self._ended_id, self._ended_ns = self.engine_id, now_ns
-        self.engine_id, self._known_id, self.peer = "", "", b""
+        self.engine_id, self._known_id, self._answered_id = "", "", ""
+        self.peer = self._former_peer = b""
         self.statistics, self.running = EngineStatistics(), frozenset()
         self._phase = Phase.SYNCHRONISING

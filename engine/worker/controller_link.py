@@ -87,14 +87,13 @@ class ControllerLink:
             case ControllerBeat(acknowledged):
                 self._acknowledge(acknowledged)
                 expected = self._command_seq
-            case RequestInventory(acknowledged):
-                self._acknowledge(acknowledged)
-                self.needs_sync, self.inventory_request_seq = True, frame.seq
-                expected = self._command_seq + 1
             case _:
                 expected = self._command_seq + 1
                 if frame.seq < expected:
                     return False
+        if isinstance(frame.message, RequestInventory):
+            self._acknowledge(frame.message.acknowledged)
+            self.needs_sync, self.inventory_request_seq = True, frame.seq
         if frame.seq > expected:
             self.needs_sync = True
         self._command_seq = max(self._command_seq, frame.seq)

@@ -180,3 +180,21 @@ def test_an_unknown_operation_that_does_not_end_when_it_is_stopped_costs_the_eng
     (restart,) = bench.restarts
     assert "is not in the log" in restart.reason
     assert bench.world.engine is None
+
+
+def test_an_unknown_operation_that_has_ended_is_forgotten() -> None:
+    """Its report was dropped, as are those of an engine that the log does not know."""
+    bench = OverdueBench(commands.StartGeneration)
+    bench.activate("a")
+    inputs = len(bench.inputs)
+    bench.generate("a")
+    bench.restart_controller(lost_inputs=len(bench.inputs) - inputs)
+    bench.settle()
+    assert bench.world.unknown_operations
+    assert bench.engine is not None
+    bench.engine.running.clear()
+    bench.cut_link(0)
+    bench.settle()
+    bench.advance(2 * TIMEOUT_MS)
+    assert (bench.restarts, bench.world.unknown_operations) == ([], {})
+    assert bench.world.engine_ready

@@ -332,6 +332,22 @@ def test_a_new_connection_of_the_same_engine_continues_its_numbers() -> None:
     assert frame.message == commands.RequestInventory(4)
 
 
+def test_frames_of_a_connection_that_was_replaced_do_not_bring_it_back() -> None:
+    bench = LinkBench().opened(3)
+    bench.receive(beat("e", 3), peer=b"b")
+    bench.take_sent()
+    assert bench.receive(beat("e", 3), inventory("e", 0, 3)) == []
+    assert (bench.link.peer, bench.take_sent()) == (b"b", [])
+
+
+def test_an_engine_is_known_once_its_inventory_is_logged_whatever_followed_it() -> None:
+    bench = LinkBench()
+    bench.receive(beat("e", 0))
+    bench.receive(inventory("e", bench.inventory_request(), 0), inventory("e", 0, 0))
+    request = bench.inventory_request()
+    assert ops(bench.receive(dropped(1), inventory("e", request, 1))) == [1]
+
+
 @pytest.mark.parametrize("engine_id", ["", "f"])
 def test_an_expected_engine_has_the_timeout_to_connect(engine_id: str) -> None:
     bench = LinkBench("e")

@@ -47,7 +47,7 @@ def attached(epoch: int = 3, seq: int = 5) -> ControllerLink:
         # A command that is repeated or late is no gap.
         (3, 5, DROP, False, False),
         (3, 4, RESEND, False, False),
-        (3, 4, INVENTORY_REQUEST, True, True),
+        (3, 4, INVENTORY_REQUEST, False, False),
         (3, 4, BEAT, True, False),
         # Another epoch counts from 1 again.
         (4, 1, DROP, True, False),
@@ -115,11 +115,11 @@ def test_reports_of_operations_are_counted_and_the_others_carry_the_last_number(
 def test_an_acknowledgement_of_a_report_never_sent_is_ignored(kind: type) -> None:
     link = attached()
     link.encode(WeightsDropped(1))
-    link.accept(DecodedFrame(3, 5, kind(2)))
+    link.accept(DecodedFrame(3, 6, kind(2)))
     assert len(link.unacknowledged_frames()) == 1
-    link.accept(DecodedFrame(3, 5, kind(1)))
+    link.accept(DecodedFrame(3, 7, kind(1)))
     assert link.unacknowledged_frames() == []
-    link.accept(DecodedFrame(3, 5, kind(0)))
+    link.accept(DecodedFrame(3, 8, kind(0)))
     assert link.unacknowledged_frames() == []
 
 
