@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -31,6 +31,7 @@ from loradock.engine.models.library.names import (
     rename_source_key,
     set_tqdm_hook,
 )
+from loradock.engine.models.sharding import Sharding
 from loradock.engine.parallel import WHOLE_PARAMETER, ParameterShard
 
 _WHOLE_FILE: Final = "model.safetensors"
@@ -42,17 +43,13 @@ class NotInParts(Exception):  # noqa: N818 - named by what was found, as the eng
 
 
 class SavedTensor:
-    """A tensor in a file, of which `shard` is read when it is indexed.
-
-    `bytes_read`: the bytes that were read so far.
-    """
+    """A tensor in a file, of which `shard` is read when it is indexed."""
 
     def __init__(self, source: Any) -> None:
         """`source`: a slice of `safetensors`."""
         self._source = source
         self.shape: list[int] = source.get_shape()
         self.shard = WHOLE_PARAMETER
-        self.bytes_read = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,13 +66,10 @@ class SavedTensor:
         if self.shard.is_zero:
             return torch.zeros(self.shape, dtype=self.dtype)
         if self.shard.ranges is None:
-            return self._counted(self._source[...])
+            whole: Tensor = self._source[...]
+            return whole
         parts = [self._source[index] for index in self.shard.indices(len(self.shape))]
-        return self._counted(torch.cat(parts, dim=self.shard.dimension))
-
-    def _counted(self, tensor: Tensor) -> Tensor:
-        self.bytes_read += tensor.nbytes
-        return tensor
+        return torch.cat(parts, dim=self.shard.dimension)
 
 
 class SavedShards(dict[str, Any]):
@@ -90,11 +84,6 @@ class SavedShards(dict[str, Any]):
             # The slices keep the file open until they are dropped.
             file: Any = safe_open(directory / name, framework="pt")
             self.update({key: SavedTensor(file.get_slice(key)) for key in file.keys()})  # noqa: SIM118
-
-    @property
-    def bytes_read(self) -> int:
-        """The bytes of all tensors that were read."""
-        return sum(tensor.bytes_read for tensor in self.values())
 
     def select(
         self, model: PreTrainedModel, shards: Mapping[str, ParameterShard], absent: Collection[str]
@@ -248,22 +237,6 @@ _OPTIONS: Final = {
 }
 
 
-class Split(Protocol):
-    """A model that was split, of which this process holds a part."""
-
-    def shards(self) -> Mapping[str, ParameterShard]:
-        """Return this rank's part of each parameter that is not whole, by its name."""
-
-    def absent(self) -> Collection[str]:
-        """Return the names of the whole model's parameters that this rank lacks."""
-
-    def finish(self, bytes_read: int) -> None:
-        """Complete the model once its weights are read."""
-
-
-S = TypeVar("S", bound=Split)
-
-
 class WeightsSource(NamedTuple):
     """A saved model: its directory, the class of `transformers` that loads it, and its config.
 
@@ -282,7 +255,9 @@ class WeightsSource(NamedTuple):
         )
         return model, report["missing_keys"]
 
-    def read_parts(self, split: Callable[[PreTrainedModel], S]) -> tuple[S, Iterable[str]]:
+    def read_parts(
+        self, split: Callable[[PreTrainedModel], Sharding]
+    ) -> tuple[Sharding, Iterable[str]]:
         """Read one rank's part of the model; of files that are converted in unusual ways, all.
 
         `split` splits a model, and is called before its weights are read if that is possible.
@@ -293,8 +268,10 @@ class WeightsSource(NamedTuple):
             model, missing = self.read()
             return split(model), missing
 
-    def _read_parts(self, split: Callable[[PreTrainedModel], S]) -> tuple[S, Iterable[str]]:
-        saved, shardings = SavedShards(self.directory), []
+    def _read_parts(
+        self, split: Callable[[PreTrainedModel], Sharding]
+    ) -> tuple[Sharding, Iterable[str]]:
+        saved, shardings = SavedShards(self.directory), list[Sharding]()
         with torch.device("meta"):
             example = self.loader.from_config(copy.deepcopy(self.config))
         whole_class = type(example)
@@ -321,7 +298,7 @@ class WeightsSource(NamedTuple):
             **_OPTIONS,
         )
         model.__class__ = whole_class
-        shardings[0].finish(saved.bytes_read)
+        shardings[0].finish()
         return shardings[0], report["missing_keys"]
 
     def _generation_config(self) -> GenerationConfig | None:

@@ -35,30 +35,20 @@ _BY_EXPERT: Final = "experts shared whole"
 """Our own style for whole experts, which no plan contains."""
 
 
-def shard_model(
-    model: PreTrainedModel, group: ParallelGroup, device: torch.device, by_expert: bool = False
-) -> None:
-    """Replace `model`, which is whole on the host, in place by this rank's part on `device`.
-
-    With `by_expert` a rank keeps some experts whole, else some columns of each. Collective. Raises
-    `ModelRefused`, on every rank, for a model without a plan, a plan with unknown entries, layers
-    that can't be shared evenly, and a plan that changes the model's results.
-    """
-    sharding = Sharding(model, group, by_expert)
-    sharding.apply()
-    sharding.check(device)
-
-
 class Sharding:
     """The change of one model for one rank, by its plan.
 
-    `model` is changed in place. `bytes_read`: of its part in files; None if all was read.
+    `model`, which is whole on the host or without weights, is changed in place.
     """
 
     def __init__(
         self, model: PreTrainedModel, group: ParallelGroup, by_expert: bool = False
     ) -> None:
-        """`by_expert`: each rank keeps some experts whole, regardless of the plan."""
+        """`by_expert`: each rank keeps some experts whole, regardless of the plan.
+
+        Raises `ModelRefused`, on every rank, for a model without a plan, and a plan with unknown
+        entries.
+        """
         self.model = model
         self._by_expert = by_expert
         self._group = group
@@ -81,14 +71,14 @@ class Sharding:
         }
         self._style_by_name = self._read_plan()
         self._heads = self._count_heads()
-        self.bytes_read: int | None = None
         self._whole: dict[nn.Module, WholeLayer] = {}
         self._paths: dict[str, nn.Module] = {}
 
     def apply(self) -> None:
         """Replace every layer that the plan names by this rank's part.
 
-        The whole layers are kept without their weights.
+        The whole layers are kept without their weights. Raises `ModelRefused` for layers that can't
+        be shared evenly.
         """
         parts: dict[nn.Module, nn.Module] = {}
         for name, style in self._style_by_name.items():
@@ -126,9 +116,8 @@ class Sharding:
         }
         return names - self.shards().keys()
 
-    def finish(self, bytes_read: int) -> None:
+    def finish(self) -> None:
         """Cut a head that was tied to a whole embedding while the weights were read."""
-        self.bytes_read = bytes_read
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if isinstance(head, ParallelHead) and head.weight is embedding.weight:
             self._share_rows(head, embedding)

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import ParallelGroup
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_adapters import make_model
@@ -16,6 +15,7 @@ from tests.support.models.peft_adapters import save_adapter
 from tests.support.parallel import models
 from tests.support.parallel.models import TOKENS, build
 from tests.support.parallel.ranks import Ranks
+from tests.support.parallel.sharding import shard_model
 
 ERROR_MAX = 1e-5
 MODELS = [

@@ -14,13 +14,13 @@ from loradock.engine.config import LoRAConfig
 from loradock.engine.kernels import choose_kernels
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.models.saved_settings import NO_OPTIONS, Pooling, PoolingOptions
-from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import SINGLE, ParallelGroup
 from loradock.engine.punica import PunicaWrapper
 from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.staging import stage
 from loradock.messages.views import PoolingTask
 from tests.support.models.pooling_examples import ADAPTERS, TEXTS, PoolingExample
+from tests.support.parallel.sharding import shard_model
 
 NAMES = tuple(ADAPTERS)
 ROWS = tuple((name, text) for text in TEXTS for name in (None, *NAMES))

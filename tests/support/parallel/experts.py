@@ -21,7 +21,6 @@ from loradock.engine.layers.expert_layout import ParallelExperts
 from loradock.engine.layers.experts import ExpertsWithLoRA, FusedMoE3DWithShardedLoRA
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.kv_cache import BatchKVCache
-from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
@@ -35,6 +34,7 @@ from tests.support.models.expert_examples import (
     make_experts,
     projections_of,
 )
+from tests.support.parallel.sharding import shard_model
 
 SHARDED = "fully-sharded"
 SCHEMES = ("tensor", "expert", SHARDED)

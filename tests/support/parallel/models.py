@@ -6,7 +6,9 @@ the ranks), puts the same adapters into both, and compares a prefill and a decod
 
 import copy
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -36,8 +38,8 @@ from loradock.engine.kernels import choose_kernels
 from loradock.engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
 from loradock.engine.layout import ModuleKind, ModuleShape, columns_of_one_adapter
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.saved_weights import WeightsSource
-from loradock.engine.models.sharding import Sharding, shard_model
+from loradock.engine.models.saved_weights import SavedTensor, WeightsSource
+from loradock.engine.models.sharding import Sharding
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
@@ -45,6 +47,7 @@ from loradock.engine.residency.staging import stage
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.causal_configs import build_model
 from tests.support.models.causal_fields import FIELDS
+from tests.support.parallel.sharding import shard_model
 
 VOCABULARY = 67
 RANK_MAX = 8
@@ -212,7 +215,15 @@ def read_in_parts(group: ParallelGroup, directory: str, by_expert: bool = False)
 
     config = AutoConfig.from_pretrained(directory)
     source = WeightsSource(Path(directory), AutoModelForCausalLM, config)
-    sharding, missing = source.read_parts(split)
+    sizes, read = list[int](), SavedTensor.__getitem__
+
+    def counted(tensor: SavedTensor, index: EllipsisType) -> Tensor:
+        found = read(tensor, index)
+        sizes.append(0 if tensor.shard.is_zero else found.nbytes)
+        return found
+
+    with mock.patch.object(SavedTensor, "__getitem__", counted):
+        sharding, missing = source.read_parts(split)
     model = sharding.model
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     start = head.data_ptr() - embedding.data_ptr()
@@ -223,7 +234,7 @@ def read_in_parts(group: ParallelGroup, directory: str, by_expert: bool = False)
     with torch.inference_mode():
         logits = model(input_ids=torch.arange(3, 9)[None], use_cache=False).logits
     return {
-        "read": sharding.bytes_read,
+        "read": sum(sizes),
         "held": sum(tensor.nbytes for tensor in (*model.parameters(), *buffers)) - shared,
         "missing": sorted(missing),
         "kind": type(model).__qualname__,

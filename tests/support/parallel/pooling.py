@@ -11,7 +11,6 @@ import torch
 from loradock.engine.config import EngineConfig
 from loradock.engine.errors import ModelRefused
 from loradock.engine.layout import columns_of_one_adapter
-from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.serving.pooling import PoolingScheduler
 from loradock.engine.serving.queue import SlotTable
@@ -20,6 +19,7 @@ from loradock.messages.reports import OperationFailed, PoolingEnded, Report
 from loradock.messages.views import PoolingTask
 from tests.support.engine.pooling_bench import PoolingBench
 from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS, TEXTS, PoolingExample
+from tests.support.parallel.sharding import shard_model
 
 
 def example_of(task: PoolingTask, name: str) -> PoolingExample:

@@ -16,7 +16,6 @@ from loradock.engine.config import LoRAConfig
 from loradock.engine.layout import columns_of_one_adapter
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.models.sharding import shard_model
 from loradock.engine.parallel import ParallelGroup
 from loradock.engine.punica import LoRAMapping, MappingType
 from loradock.engine.residency.staging import stage
@@ -24,6 +23,7 @@ from tests.support.engine.engine_examples import relative_error
 from tests.support.models.image_rows import WIDTH, ImageRow, entries, images, inputs
 from tests.support.models.image_text_examples import build
 from tests.support.parallel.models import IDS, RANK_MAX, adapter
+from tests.support.parallel.sharding import shard_model
 
 ROWS = (
     ImageRow(IDS[0], (1,)),
