@@ -1,7 +1,7 @@
 """Commands of the controller to the engine.
 
 The controller reserves capacity before it sends an operation. Every operation is ended by exactly
-one report with its `op`, and the engine does not execute an `op` twice.
+one report with its `op`. An engine executes commands in the order of their frames, each once.
 """
 
 from typing import Annotated

@@ -145,7 +145,7 @@ def on_inventory(context: Context, inventory: EngineInventory) -> None:
     correct(context, inventory)
     for op, operation in open_operations:
         if op > inventory.last_op:
-            # The engine has not received it; if both copies arrive, it ignores the second.
+            # The engine has not received it, and will refuse an earlier copy that is late.
             context.actions.append(SendCommand(operation.command))
     _resend_stops(context)
     _reconcile_all(context)

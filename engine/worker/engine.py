@@ -32,7 +32,6 @@ from loradock.engine.residency.residency import OperationJob, Residency
 from loradock.engine.serving.queue import SlotTable
 from loradock.engine.serving.scheduler import SlotTurns, choose_scheduler
 from loradock.engine.serving.warm_up import warm_up
-from loradock.engine.worker.controller_link import SeenOperations
 from loradock.engine.worker.meter import Meter
 from loradock.messages import commands, reports
 from loradock.messages.ids import AdapterId, OpId
@@ -86,7 +85,8 @@ class Engine:
         self._batching: Batching = model.batching if isinstance(model, CausalModel) else ""
         self._batching_refusal = next(iter(model.refusals), "")[:REASON_CHARACTERS_MAX]
         self._turns = SlotTurns(self._inference, residency.execute)
-        self._seen_operations = SeenOperations()
+        self.last_op: OpId = 0
+        """The highest operation that was submitted."""
         self._meter = Meter()
 
     @property
@@ -104,17 +104,13 @@ class Engine:
         """True if files or images are being read, or adapters packed, on this or another rank."""
         return any(self.residency.running) or self._inference.is_reading
 
-    @property
-    def last_op(self) -> OpId:
-        """The highest operation that was submitted."""
-        return self._seen_operations.last
-
     def submit(self, command: EngineCommand) -> None:
-        """Execute a command, or start it; an operation that was seen before is ignored."""
+        """Execute a command, or start it."""
         self.residency.publish()
         if isinstance(command, commands.ResendTokens):
             self._inference.resend(command.request_id)
-        elif self._seen_operations.add(command.op):
+        else:
+            self.last_op = max(self.last_op, command.op)
             self._execute(command)
             self._outbox += self._residency_reports()
 
@@ -122,8 +118,8 @@ class Engine:
         """Execute a command during a step; False for a command that has to wait for its end."""
         if not self.residency.can_begin_beside_step(command):
             return False
-        if self._seen_operations.add(command.op):
-            self.residency.execute(command)
+        self.last_op = max(self.last_op, command.op)
+        self.residency.execute(command)
         return True
 
     def poll_beside(self) -> list[reports.OperationReport]:

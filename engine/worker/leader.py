@@ -86,14 +86,6 @@ class Leader:
         """Execute a command in the next step."""
         self._commands.append(command)
 
-    def submit_beside(self, _command: EngineCommand) -> bool:
-        """Return False: every rank executes the same commands before the same forward pass."""
-        return False
-
-    def poll_beside(self) -> list[OperationReport]:
-        """Return nothing: a job has ended once all ranks know that, which takes a step."""
-        return []
-
     def step(self) -> None:
         """Run a step on all ranks; raises `RankLost` if one is gone."""
         commands, self._commands = self._commands, []

@@ -13,6 +13,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Final
@@ -105,6 +106,9 @@ class Worker:
         spans: "InferenceSpans | None" = None,
     ) -> None:
         self._engine = engine
+        # The engine if it is one process: several do nothing during a step, because all of them
+        # execute a command before the same one.
+        self._alone = None if isinstance(engine, Leader) else engine
         self._socket = socket
         self._wakeup = wakeup
         self._parents = frozenset(parents)
@@ -136,8 +140,14 @@ class Worker:
 
     def run(self) -> None:
         """Serve until `stop`; every iteration is bounded, so that beats are sent in time."""
+        if self._alone is None:
+            self._iterate()
+            return
         beside = Thread(
-            target=self._run_beside, args=(self._socket.FD,), name="beside-steps", daemon=True
+            target=self._run_beside,
+            args=(self._alone, self._socket.FD),
+            name="beside-steps",
+            daemon=True,
         )
         try:
             with self._turn:
@@ -154,6 +164,7 @@ class Worker:
             self._wait()
             self._progress.enter("receive", self._step_bound_s)
             self._receive(self._engine.submit)
+            self._note_silence()
             self._progress.enter("step", self._step_bound_s)
             self._step()
             self._progress.enter("report", self._step_bound_s)
@@ -163,7 +174,7 @@ class Worker:
 
     def _step(self) -> None:
         """Run a step, during which the other thread has its turn; execute what came meanwhile."""
-        if self._engine.is_idle:
+        if self._alone is None or self._engine.is_idle:
             self._engine.step()
             return
         if self._engine.is_copying:
@@ -181,7 +192,7 @@ class Worker:
         for command in deferred:
             self._engine.submit(command)
 
-    def _run_beside(self, socket_fd: int) -> None:
+    def _run_beside(self, engine: Engine, socket_fd: int) -> None:
         """Serve the link during steps; an error ends the main loop after its step.
 
         `socket_fd` becomes readable once for all that has arrived until it is received.
@@ -192,29 +203,29 @@ class Worker:
             poller.register(descriptor, select.POLLIN)
         try:
             while not self._stopping:
-                poller.poll(COPY_POLL_MS if self._engine.is_copying else None)
+                poller.poll(COPY_POLL_MS if engine.is_copying else None)
                 with self._turn:
                     if not self._stopping:
                         self._wakeup.clear()
-                        self._serve_beside()
+                        self._serve_beside(engine)
         except BaseException as error:
             self._error_beside = error
 
-    def _serve_beside(self) -> None:
+    def _serve_beside(self, engine: Engine) -> None:
         """Execute and report what can be done beside a step, until nothing follows from it.
 
         What waits for the step's end is bounded as what an iteration receives.
         """
         while self._beside_bytes < BYTES_MAX and len(self._deferred) < FRAMES_MAX:
-            self._beside_bytes += self._receive(self._submit_beside)
-            reports = self._engine.poll_beside()
+            self._beside_bytes += self._receive(partial(self._submit_beside, engine))
+            reports = engine.poll_beside()
             if not reports:
                 return
             # What arrives while these are sent makes the descriptor readable no more.
             self._send_reports(reports)
 
-    def _submit_beside(self, command: EngineCommand) -> None:
-        if not self._engine.submit_beside(command):
+    def _submit_beside(self, engine: Engine, command: EngineCommand) -> None:
+        if not engine.submit_beside(command):
             self._deferred.append(command)
 
     def _wait(self) -> None:
@@ -310,6 +321,10 @@ class Worker:
             # The first frame to any controller is the inventory.
             if not self._link.needs_sync:
                 self._send_beat(now)
+
+    def _note_silence(self) -> None:
+        """Send the inventory again to a controller from which nothing has arrived for long."""
+        now = time.monotonic()
         if now >= self._last_frame_s + SILENCE_MAX_S:
             self._last_frame_s = now
             self._link.needs_sync = True

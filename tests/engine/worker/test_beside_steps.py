@@ -142,18 +142,6 @@ def test_a_copy_that_fails_during_a_step_is_reported_once_after_it(
     arena.check()
 
 
-def test_a_dropped_or_repeated_operation_is_not_done_again_after_the_step(
-    bench: EngineBench,
-) -> None:
-    bench.promote(1, "mlp", CPU_CACHED)
-    beside = Beside(bench)
-    dropped = beside.do(cm.DropWeights, adapter_id=1)
-    for submit in (bench.engine.submit_beside, bench.engine.submit):
-        submit(cm.DropWeights(dropped.op, adapter_id=1))
-    assert not bench.engine.poll_beside()
-    assert not bench.engine.poll()
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SteppedWorker]:
     with stepped(tmp_path_factory.mktemp("served") / "d") as worker, worker.streams():

@@ -1,14 +1,10 @@
 """The link's numbers: gaps and epochs are detected, and lost frames lose no report."""
 
-from random import Random
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loradock.engine.worker import controller_link
-from loradock.engine.worker.controller_link import ControllerLink, SeenOperations
+from loradock.engine.worker.controller_link import ControllerLink
 from loradock.messages.commands import (
     Command,
     ControllerBeat,
@@ -154,21 +150,3 @@ def test_every_report_arrives_once_and_in_order_despite_lost_frames(
     link.accept(DecodedFrame(epoch + 1, 1, RequestInventory(len(logged))))
     deliver(link.unacknowledged_frames())
     assert logged == list(range(1, reported + 1))
-
-
-def test_seen_operations_are_bounded_and_never_forgotten_as_new(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(controller_link, "SEEN_MAX", 8)
-    random = Random(seed := torch.seed() % 2**32)
-    print(f"seed {seed}")
-    seen = SeenOperations()
-    executed: set[int] = set()
-    for step in range(400):
-        op = max(1, step // 2 + random.randint(-20, 4))
-        if seen.add(op):
-            assert op not in executed
-            executed.add(op)
-        assert seen.last == max(executed)
-        assert not seen.add(op)
-    assert len(seen._recent) <= 8

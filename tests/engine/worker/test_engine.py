@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from msgspec import structs
 from peft import PeftModel
 
 from loradock.engine.models.causal_model import CausalModel
@@ -117,22 +116,6 @@ def test_a_mapping_of_another_generation_is_refused(bench: EngineBench) -> None:
     assert bench.do(cm.SetMapping, active=()) == rp.MappingSet(bench.op)
     for wrong in (stale, empty):
         failure(bench.do(cm.SetMapping, active=(right, wrong)), ErrorCode.NOT_RESIDENT)
-
-
-def test_an_operation_is_executed_once_even_if_it_arrives_late(bench: EngineBench) -> None:
-    fingerprint = bench.fingerprint("mlp")
-    load = cm.LoadWeights(op=50, adapter_id=1, adapter="mlp", path="", fingerprint=fingerprint)
-    for _ in range(3):
-        bench.engine.submit(load)
-    bench.wait(50)
-    bench.engine.submit(load)
-    late = structs.replace(load, op=49, adapter_id=2)
-    bench.engine.submit(late)
-    assert bench.engine.last_op == 50
-    assert isinstance(bench.wait(49), rp.WeightsLoaded)
-    bench.poll()
-    assert Counter(report.op for report in bench.reports)[50] == 1
-    assert bench.adapters().keys() == {1, 2}
 
 
 def test_a_prefix_is_reused_by_the_fingerprint_of_an_adapter(bench: EngineBench) -> None:

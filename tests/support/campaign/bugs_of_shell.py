@@ -11,7 +11,7 @@ from loradock.controller.server.engine_link import EngineLink
 from loradock.controller.server.event_stream import EventStream
 from loradock.controller.server.inputs import LogicalClock
 from loradock.controller.server.supervision import EngineSupervision
-from loradock.engine.worker.controller_link import ControllerLink, SeenOperations
+from loradock.engine.worker.controller_link import ControllerLink
 from loradock.messages import wire
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
@@ -113,8 +113,14 @@ def new_epoch_not_adopted() -> Replacement:
 
 
 @bug
-def operation_executed_twice() -> Replacement:
-    return SeenOperations, "add", lambda *_: True
+def late_command_executed() -> Replacement:
+    """A command that arrives again, or after later ones, is executed."""
+    original = ControllerLink.accept
+
+    def accept(self: ControllerLink, frame: Any) -> bool:
+        return original(self, frame) or frame.epoch == self.epoch
+
+    return ControllerLink, "accept", accept
 
 
 @bug

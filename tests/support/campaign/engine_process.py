@@ -14,7 +14,6 @@ import msgspec
 import zmq
 
 from loradock.controller.core.limits import Limits
-from loradock.engine.worker.controller_link import SeenOperations
 from loradock.engine.worker.worker import Worker
 from loradock.messages import commands, reports, requests
 from loradock.messages.errors import ErrorCode
@@ -97,7 +96,6 @@ class ModelledEngine:
         self._pid = pid
         self._outbox: list[reports.Report] = []
         self._outputs: dict[str, list[reports.PrivateReport]] = {}
-        self._seen = SeenOperations()
         self.on_change: Callable[[], None] = lambda: None
 
     @property
@@ -116,9 +114,7 @@ class ModelledEngine:
         if isinstance(command, commands.ResendTokens):
             self._outbox += self._outputs.get(command.request_id, ())
             return
-        if not self._seen.add(command.op):
-            return
-        # Only the real record of executed operations decides; the model would ignore a repetition.
+        # Only the link decides; the model would ignore a repetition.
         self.model.seen.discard(command.op)
         self.model.receive(command)
         if isinstance(command, commands.StopGeneration):
