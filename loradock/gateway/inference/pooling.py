@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
-from starlette.responses import Response
 
 from loradock.client import Classification, NotServed
 from loradock.gateway.http.endpoint import INFERENCE, JsonResponse, post
@@ -170,7 +169,7 @@ class PoolingEndpoints:
         self._service = service
 
     @post("/v1/embeddings", answer=Embeddings, errors=INFERENCE, span="embeddings")
-    async def embeddings(self, body: PoolingRequest) -> Response:
+    async def embeddings(self, body: PoolingRequest) -> JsonResponse:
         """Embed inputs."""
         check_served(body)
         adapter = await self._service.models.find(body.model)
@@ -185,7 +184,7 @@ class PoolingEndpoints:
         return await self._response(answer, found.vectors, items)
 
     @post("/classify", answer=Classes, errors=INFERENCE, span="classify")
-    async def classify(self, body: PoolingRequest) -> Response:
+    async def classify(self, body: PoolingRequest) -> JsonResponse:
         """Classify inputs."""
         check_served(body)
         if body.dimensions is not None:
@@ -197,7 +196,7 @@ class PoolingEndpoints:
         return await self._response(answer, found.scores, _class_items(found))
 
     @post("/pooling", answer=Pooled, errors=INFERENCE, span="pooling")
-    async def pooling(self, body: PoolingRequest) -> Response:
+    async def pooling(self, body: PoolingRequest) -> JsonResponse:
         """Embed or classify.
 
         The answer has vectors or scores, by the model's task.
@@ -264,7 +263,7 @@ class PoolingEndpoints:
 
     async def _response(
         self, answer: PoolingAnswer, rows: Sequence[Row], items: Iterable[Struct]
-    ) -> Response:
+    ) -> JsonResponse:
         """Return an answer, whose `data` is empty, with the items that are made of these rows."""
         size = sum(map(len, rows)) + len(rows)
         return JsonResponse(
