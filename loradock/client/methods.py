@@ -5,6 +5,7 @@
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 
 import msgspec
@@ -245,7 +246,9 @@ class Methods:
         call = await self._settled(
             lambda session, now: session.begin(request, now, timeout_s, attempts)
         )
-        return call.embedding(answer_of(call, PoolingDone))
+        done = answer_of(call, PoolingDone)
+        # Millions of numbers take a second, in which the loop serves others.
+        return await self._port.in_background(partial(call.embedding, done))
 
     async def classify(  # noqa: PLR0913 - named options
         self,
@@ -270,7 +273,8 @@ class Methods:
         call = await self._settled(
             lambda session, now: session.begin(request, now, timeout_s, attempts)
         )
-        return call.classification(answer_of(call, PoolingDone))
+        done = answer_of(call, PoolingDone)
+        return await self._port.in_background(partial(call.classification, done))
 
     def generate(  # noqa: PLR0913 - named options
         self,

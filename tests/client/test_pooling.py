@@ -1,18 +1,22 @@
 """Tests of embeddings and classifications: complete and in order, regardless of losses."""
 
+import asyncio
 import struct
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loradock.client import (
+    AsyncClient,
     Classification,
     Client,
     Embedding,
     EngineGone,
 )
 from loradock.client.arguments import inputs_of
+from loradock.client.calls import PoolingCall
 from loradock.client.session import answer_of
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
@@ -104,3 +108,23 @@ def test_the_blocking_client_gets_all_vectors(controller, loss):
         scored = client.classify(TEXTS)
     assert scored == Classification(None, ("good", "bad"), VECTORS, 5)
     assert scored.best == ("bad", "bad", "good")
+
+
+def test_a_loop_serves_others_while_vectors_are_unpacked(controller, monkeypatch):
+    threads = []
+
+    def unpacked(self, final):
+        threads.append(threading.current_thread())
+        return rows(self, final)
+
+    rows = PoolingCall._rows
+    monkeypatch.setattr(PoolingCall, "_rows", unpacked)
+
+    async def ask():
+        async with AsyncClient(controller.directory, timeout_s=HANG_S, timing=FAST) as client:
+            return await client.embed(TEXTS, "upper"), await client.classify(TEXTS)
+
+    embedding, classification = asyncio.run(ask())
+    assert embedding.vectors == classification.scores == VECTORS
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
