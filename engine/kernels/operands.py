@@ -69,7 +69,8 @@ class LoRASlices:
 
     def pairs(self, slot: int) -> tuple[LoRAPair | None, ...]:
         """Return A and B of each slice; None for a slice that is absent from the slot."""
-        self._use_current_version()
+        if self._version != self.directory.version:
+            self._forget()
         if slot not in self._pairs:
             self._pairs[slot] = tuple(map(self._pair, self._entries(slot), self.out_features))
         return self._pairs[slot]
@@ -77,16 +78,17 @@ class LoRASlices:
     @property
     def rank_max(self) -> int:
         """The highest rank of any slot in the columns."""
-        self._use_current_version()
+        if self._version != self.directory.version:
+            self._forget()
         if self._rank_max is None:
             self._rank_max = int(self.directory.host_ranks[:, list(self.columns)].max())
         return self._rank_max
 
-    def _use_current_version(self) -> None:
-        if self._version != self.directory.version:
-            self._version = self.directory.version
-            self._pairs.clear()
-            self._rank_max = None
+    def _forget(self) -> None:
+        """Forget what was cached for an earlier version of the directory."""
+        self._version = self.directory.version
+        self._pairs.clear()
+        self._rank_max = None
 
     def ranks(self, slot: int) -> tuple[int, ...]:
         """Return the rank of each slice; 0 for a slice that is absent from the slot."""

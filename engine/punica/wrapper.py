@@ -187,7 +187,9 @@ class PunicaWrapper:
 
     def touches(self, slices: LoRASlices) -> bool:
         """Return whether an adapter of the batch has weights in these slices."""
-        return any(pair is not None for slot in self.active_slots for pair in slices.pairs(slot))
+        # Each layer asks in each step: no call if the slots are known.
+        slots = self.active_slots if self._active_slots is None else self._active_slots
+        return any(pair is not None for slot in slots for pair in slices.pairs(slot))
 
     @contextmanager
     def only_row(self, row: int) -> Iterator[None]:
