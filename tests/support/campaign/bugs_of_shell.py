@@ -90,16 +90,6 @@ def report_acknowledged_before_log() -> Replacement:
 
 
 @bug
-def overtaken_inventory_accepted() -> Replacement:
-    original = EngineLink._on_inventory
-
-    def on_inventory(self: EngineLink, _answers: int, *arguments: Any) -> None:
-        original(self, 1 << 60, *arguments)
-
-    return EngineLink, "_on_inventory", on_inventory
-
-
-@bug
 def new_epoch_not_adopted() -> Replacement:
     original = ControllerLink.accept
 

@@ -39,7 +39,6 @@ KNOWN_SEEDS: Final = {
     "lost_adapters_kept": 19,
     "names_not_synced": 28,
     "new_epoch_not_adopted": 1,
-    "overtaken_inventory_accepted": 1001,
     "recorded_time_jumps": 19,
     "refused_group_kept_in_file": 100,
     "report_acknowledged_before_log": 148,
