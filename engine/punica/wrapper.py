@@ -106,7 +106,8 @@ class PunicaWrapper:
         self.prompt_slots: Tensor | None = None
         self.groups: Groups | None = None
         self.prompt_groups: Groups | None = None
-        self._active_slots: frozenset[int] | None = frozenset()
+        # The slots of all rows of the mapping; None until they are needed.
+        self._slots: frozenset[int] | None = None
 
     def update_metadata(self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None]) -> bool:
         """Replace adapter ids by slots and groups; return False if nothing has changed.
@@ -132,7 +133,7 @@ class PunicaWrapper:
         self._derived.clear()
         self.batch = object()
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
-        self._active_slots = None
+        self._slots = None
         self._mapping, self._layout = mapping, layout
         return True
 
@@ -179,17 +180,11 @@ class PunicaWrapper:
     @property
     def active_slots(self) -> frozenset[int]:
         """The slots of the batch's adapters."""
-        if self._active_slots is None:
-            known = [one for one in (self.token_slots, self.prompt_slots) if one is not None]
-            slots = {slot for one in known for slot in torch.unique(one).tolist()}
-            self._active_slots = frozenset(slots - {-1})
-        return self._active_slots
+        return self._distinct_slots() - {-1}
 
     def touches(self, slices: LoRASlices) -> bool:
         """Return whether an adapter of the batch has weights in these slices."""
-        # Each layer asks in each step: no call if the slots are known.
-        slots = self.active_slots if self._active_slots is None else self._active_slots
-        return any(pair is not None for slot in slots for pair in slices.pairs(slot))
+        return any(pair is not None for slot in self.active_slots for pair in slices.pairs(slot))
 
     @contextmanager
     def only_row(self, row: int) -> Iterator[None]:
@@ -419,9 +414,15 @@ class PunicaWrapper:
 
     def _common_slot(self) -> int | None:
         """Return the slot of all rows of the mapping; None if they differ."""
-        slots = [one for one in (self.token_slots, self.prompt_slots) if one is not None]
-        distinct = {slot for one in slots for slot in one.tolist()}
-        return distinct.pop() if len(distinct) == 1 else None
+        distinct = self._distinct_slots()
+        return next(iter(distinct)) if len(distinct) == 1 else None
+
+    def _distinct_slots(self) -> frozenset[int]:
+        """Return the slots of all rows of the mapping, -1 for rows without an adapter."""
+        if self._slots is None:
+            known = [one for one in (self.token_slots, self.prompt_slots) if one is not None]
+            self._slots = frozenset(slot for one in known for slot in torch.unique(one).tolist())
+        return self._slots
 
     def group_experts(
         self,

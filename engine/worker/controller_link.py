@@ -52,16 +52,13 @@ class ControllerLink:
             return False
         if frame.epoch > self.epoch:
             self.epoch, self._command_seq = frame.epoch, 0
-        match frame.message:
-            case ControllerBeat(acknowledged):
-                self._acknowledge(acknowledged)
-                expected = self._command_seq
-            case _:
-                expected = self._command_seq + 1
-                if frame.seq < expected:
-                    return False
-        if isinstance(frame.message, RequestInventory):
+        is_beat = isinstance(frame.message, ControllerBeat)
+        expected = self._command_seq + (not is_beat)
+        if frame.seq < expected and not is_beat:
+            return False
+        if isinstance(frame.message, ControllerBeat | RequestInventory):
             self._acknowledge(frame.message.acknowledged)
+        if isinstance(frame.message, RequestInventory):
             self.needs_sync, self.inventory_request_seq = True, frame.seq
         if frame.seq > expected:
             self.needs_sync = True

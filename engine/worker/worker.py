@@ -6,7 +6,8 @@ it with a traceback.
 The main thread has the socket, the link and the engine, except during a step. Then a second thread
 has them: it receives, executes what no step notices (reading, packing and copying an adapter), and
 reports, so an adapter passes its stages without waiting for the ends of steps. Other commands wait
-for the end of this step.
+for the end of this step. An engine of several processes has no second thread: all of them execute
+a command before the same step.
 """
 
 import os
@@ -106,8 +107,7 @@ class Worker:
         spans: "InferenceSpans | None" = None,
     ) -> None:
         self._engine = engine
-        # The engine if it is one process: several do nothing during a step, because all of them
-        # execute a command before the same one.
+        # The engine if it is one process; see the module's docstring.
         self._alone = None if isinstance(engine, Leader) else engine
         self._socket = socket
         self._wakeup = wakeup

@@ -163,14 +163,21 @@ def test_a_batch_that_is_never_mapped_is_overdue() -> None:
     assert not bench.world.pending_requests
 
 
-def test_an_unknown_operation_that_does_not_end_when_it_is_stopped_costs_the_engine() -> None:
+def running_unknown_operation() -> OverdueBench:
+    """Return a bench whose engine runs a generation that the log has lost."""
     bench = OverdueBench(commands.StartGeneration)
     bench.activate("a")
     inputs = len(bench.inputs)
     bench.generate("a")
     bench.restart_controller(lost_inputs=len(bench.inputs) - inputs)
     bench.settle()
+    assert bench.world.unknown_operations
     assert not bench.world.engine_ready
+    return bench
+
+
+def test_an_unknown_operation_that_does_not_end_when_it_is_stopped_costs_the_engine() -> None:
+    bench = running_unknown_operation()
     # Another inventory does not extend the time.
     bench.advance(TIMEOUT_MS // 2)
     bench.cut_link(0)
@@ -184,13 +191,7 @@ def test_an_unknown_operation_that_does_not_end_when_it_is_stopped_costs_the_eng
 
 def test_an_unknown_operation_that_has_ended_is_forgotten() -> None:
     """Its report was dropped, as are those of an engine that the log does not know."""
-    bench = OverdueBench(commands.StartGeneration)
-    bench.activate("a")
-    inputs = len(bench.inputs)
-    bench.generate("a")
-    bench.restart_controller(lost_inputs=len(bench.inputs) - inputs)
-    bench.settle()
-    assert bench.world.unknown_operations
+    bench = running_unknown_operation()
     assert bench.engine is not None
     bench.engine.running.clear()
     bench.cut_link(0)
