@@ -15,6 +15,7 @@ from loradock.controller.core.context import Checked, Context, Refusal, unknown_
 from loradock.controller.core.world import (
     DOWNWARD,
     INFERENCE,
+    TARGET,
     USES,
     Adapter,
     PendingRequest,
@@ -23,16 +24,7 @@ from loradock.controller.core.world import (
 from loradock.controller.states.table import RESIDENCY_LEVEL
 from loradock.messages import records, requests
 from loradock.messages.errors import ErrorCode
-from loradock.messages.ids import (
-    CPU_CACHED,
-    EVICTED,
-    GPU_SLOT,
-    PINNED,
-    UNREGISTERED,
-    AdapterState,
-    RequestId,
-    unscoped,
-)
+from loradock.messages.ids import GPU_SLOT, UNREGISTERED, RequestId, unscoped
 
 OVERLOAD_RETRY_MS: Final = 250
 """When a client can repeat a request that too many pending ones prevented."""
@@ -247,7 +239,7 @@ def _load(context: Context, message: requests.LoadAdapter, adapter: Adapter | No
         adapter = versions.register(context, message.adapter, message.path)
     elif is_replacement(message, adapter):
         adapter = versions.register_successor(context, adapter, message.path)
-    _request_up("load", CPU_CACHED, context, message, adapter)
+    _request_up("load", context, message, adapter)
 
 
 def _prefetch(context: Context, message: requests.PrefetchAdapter, adapter: Adapter | None) -> None:
@@ -268,51 +260,46 @@ def _prefetch(context: Context, message: requests.PrefetchAdapter, adapter: Adap
 
 
 def _request_state(
-    kind: RequestKind,
-    target: AdapterState,
-    context: Context,
-    message: StateRequest,
-    adapter: Adapter | None,
+    kind: RequestKind, context: Context, message: StateRequest, adapter: Adapter | None
 ) -> None:
     if adapter is None:
         adapter = versions.register(context, message.adapter, message.path)
-    _request_up(kind, target, context, message, adapter)
+    _request_up(kind, context, message, adapter)
 
 
 def _request_up(
     kind: RequestKind,
-    target: AdapterState,
     context: Context,
     message: requests.LoadAdapter | StateRequest,
     adapter: Adapter,
 ) -> None:
-    """Answer at once if the adapter has reached `target`; otherwise raise its goal."""
+    """Answer at once if the adapter has reached the kind's target; otherwise raise its goal."""
     if kind in USES:
         _count_use(context, adapter)
     else:
         _touch(context, adapter)
-    if waiting.has_reached(adapter, target):
+    if waiting.has_reached(adapter, TARGET[kind]):
         waiting.answer_granted(context, adapter, message.request_id, kind)
         return
     pending = waiting.accept(
-        context, message.request_id, kind, target, _timeout_ms(context, message), (adapter.id,)
+        context, message.request_id, kind, _timeout_ms(context, message), (adapter.id,)
     )
     pending.replace = getattr(message, "replace", False)
-    _add_waiter(context, adapter, message.request_id, target)
+    _add_waiter(context, adapter, message.request_id, pending)
 
 
 def _add_waiter(
-    context: Context, adapter: Adapter, request_id: RequestId, target: AdapterState
+    context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
 ) -> None:
     """Add a request to the adapter's waiters, and raise its goal unless it is in motion."""
     world = context.world
     adapter_id = adapter.id
-    waiting.wait_for(context, adapter, request_id, world.seq)
+    waiting.wait_for(context, adapter, request_id, pending.arrived_seq)
     if adapter.op or adapter_id in world.demoting:
         # Its next report, or the end of its last lease, makes it dirty.
         return
-    if RESIDENCY_LEVEL[target] > RESIDENCY_LEVEL[adapter.goal]:
-        context.set_goal(adapter, target)
+    if RESIDENCY_LEVEL[pending.target] > RESIDENCY_LEVEL[adapter.goal]:
+        context.set_goal(adapter, pending.target)
     if world.engine_ready and adapter_id not in world.queues.members:
         context.dirty_adapters[adapter_id] = None
 
@@ -330,7 +317,7 @@ def _remove(context: Context, message: requests.RemoveAdapter, adapter: Adapter)
         _refuse_preparations(context, adapter)
         if adapter.leases or adapter.waiters:
             versions.retire(context, adapter)
-    _request_down("remove", UNREGISTERED, context, message, adapter)
+    _request_down("remove", context, message, adapter)
 
 
 def _refuse_preparations(context: Context, adapter: Adapter) -> None:
@@ -358,19 +345,18 @@ def _is_inference(pending: PendingRequest) -> bool:
 
 def _request_down(
     kind: RequestKind,
-    target: AdapterState,
     context: Context,
     message: requests.DeactivateAdapter | requests.EvictAdapter | requests.RemoveAdapter,
     adapter: Adapter,
 ) -> None:
     """Lower the goal; the request is answered once the adapter is there."""
     pending = waiting.accept(
-        context, message.request_id, kind, target, _timeout_ms(context, message), (adapter.id,)
+        context, message.request_id, kind, _timeout_ms(context, message), (adapter.id,)
     )
     waiting.wait_for(context, adapter, message.request_id, pending.arrived_seq)
-    is_lower = RESIDENCY_LEVEL[target] < RESIDENCY_LEVEL[adapter.goal]
+    is_lower = RESIDENCY_LEVEL[pending.target] < RESIDENCY_LEVEL[adapter.goal]
     if is_lower and not context.world.awaits_first_slot(adapter):
-        context.set_goal(adapter, target)
+        context.set_goal(adapter, pending.target)
     context.dirty_adapters[adapter.id] = None
 
 
@@ -381,7 +367,7 @@ def _activate_batch(
         _count_use(context, adapter)
     timeout_ms = _timeout_ms(context, message)
     pending = waiting.accept(
-        context, message.request_id, "batch", GPU_SLOT, timeout_ms, tuple([a.id for a in adapters])
+        context, message.request_id, "batch", timeout_ms, tuple([a.id for a in adapters])
     )
     context.world.batches[message.request_id] = None
     context.ready.append((message.request_id, pending))
@@ -394,19 +380,19 @@ def _request_inference(
     timeout_ms = message.timeout_ms or context.limits.generation_timeout_ms
     request_id = message.request_id
     if adapter is None:
-        pending = waiting.accept(context, request_id, kind, GPU_SLOT, timeout_ms, ())
+        pending = waiting.accept(context, request_id, kind, timeout_ms, ())
         if context.world.engine_ready:
             context.ready.append((request_id, pending))
         return
     is_hit = _count_use(context, adapter)
     ids = (adapter.id,)
-    pending = waiting.accept(context, request_id, kind, GPU_SLOT, timeout_ms, ids)
+    pending = waiting.accept(context, request_id, kind, timeout_ms, ids)
     if not is_hit:
         pending.missed = True
     if context.world.engine_ready and waiting.has_reached(adapter, GPU_SLOT):
         context.ready.append((request_id, pending))
     else:
-        _add_waiter(context, adapter, request_id, GPU_SLOT)
+        _add_waiter(context, adapter, request_id, pending)
 
 
 def _cancel(context: Context, message: requests.CancelGeneration, _checked: None) -> None:
@@ -459,15 +445,13 @@ class _Request(NamedTuple):
 
 _REQUESTS: Final[dict[type, _Request]] = {
     requests.LoadAdapter: _Request(_check_load, _load),
-    requests.StageAdapter: _Request(_check_state, partial(_request_state, "stage", PINNED)),
-    requests.ActivateAdapter: _Request(_check_state, partial(_request_state, "activate", GPU_SLOT)),
-    requests.HoldAdapter: _Request(_check_state, partial(_request_state, "hold", GPU_SLOT)),
+    requests.StageAdapter: _Request(_check_state, partial(_request_state, "stage")),
+    requests.ActivateAdapter: _Request(_check_state, partial(_request_state, "activate")),
+    requests.HoldAdapter: _Request(_check_state, partial(_request_state, "hold")),
     requests.PrefetchAdapter: _Request(_check_state, _prefetch),
     requests.ReleaseAdapter: _Request(_check_known, _release),
-    requests.DeactivateAdapter: _Request(
-        _check_unused, partial(_request_down, "deactivate", PINNED)
-    ),
-    requests.EvictAdapter: _Request(_check_unused, partial(_request_down, "evict", EVICTED)),
+    requests.DeactivateAdapter: _Request(_check_unused, partial(_request_down, "deactivate")),
+    requests.EvictAdapter: _Request(_check_unused, partial(_request_down, "evict")),
     requests.RemoveAdapter: _Request(_check_remove, _remove),
     requests.ActivateBatch: _Request(_check_batch, _activate_batch),
     # A cancellation of an unknown request has an answer too.

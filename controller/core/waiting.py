@@ -10,19 +10,23 @@ Nothing here moves an adapter: an adapter whose goal can have changed is added t
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Final
 
 from loradock.controller.core.actions import SendCommand
 from loradock.controller.core.context import NANOS_PER_MS, Context
-from loradock.controller.core.world import DOWNWARD, USES, Adapter, PendingRequest, RequestKind
+from loradock.controller.core.world import (
+    DOWNWARD,
+    TARGET,
+    USES,
+    Adapter,
+    PendingRequest,
+    RequestKind,
+)
 from loradock.controller.states.table import RESIDENCY_LEVEL
 from loradock.messages import commands, events, requests
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import (
-    CPU_CACHED,
     EVICTED,
     GPU_SLOT,
-    PINNED,
     UNREGISTERED,
     AdapterId,
     AdapterState,
@@ -30,14 +34,6 @@ from loradock.messages.ids import (
     Seq,
 )
 from loradock.messages.views import Warnings
-
-GRANTED: Final[dict[RequestKind, AdapterState]] = {
-    "load": CPU_CACHED,
-    "stage": PINNED,
-    "activate": GPU_SLOT,
-    "hold": GPU_SLOT,
-}
-"""The state that an adapter is in when a request of each kind is granted."""
 
 
 def has_reached(adapter: Adapter, target: AdapterState) -> bool:
@@ -61,7 +57,6 @@ def accept(
     context: Context,
     request_id: RequestId,
     kind: RequestKind,
-    target: AdapterState,
     timeout_ms: int,
     adapters: tuple[AdapterId, ...],
 ) -> PendingRequest:
@@ -70,7 +65,7 @@ def accept(
     now_ns = world.time_ns
     deadline_ns = now_ns + timeout_ms * NANOS_PER_MS
     pending = PendingRequest(
-        kind, adapters, target, deadline_ns, world.seq, body=context.body, arrived_ns=now_ns
+        kind, adapters, deadline_ns, world.seq, body=context.body, arrived_ns=now_ns
     )
     world.pending_requests[request_id] = pending
     world.add_deadline(deadline_ns, "request", request_id)
@@ -238,8 +233,8 @@ def answer_granted(
     if kind == "hold" and not adapter.held:
         hold(context, adapter)
     warnings: Warnings = ()
-    if kind in GRANTED:
-        context.keep(adapter, GRANTED[kind])
+    if kind not in DOWNWARD:
+        context.keep(adapter, TARGET[kind])
         warnings = context.world.warnings.get(adapter.id, ())
     context.answer(adapter_done(request_id, adapter, warnings))
 

@@ -24,6 +24,7 @@ from loradock.messages.commands import Operation as OperationCommand
 from loradock.messages.commands import PreemptSlot, StartGeneration, StartPooling
 from loradock.messages.ids import (
     CPU_CACHED,
+    EVICTED,
     GPU_SLOT,
     NO_SLOT,
     PINNED,
@@ -47,6 +48,21 @@ DOWNWARD: Final = ("deactivate", "evict", "remove")
 """Kinds of requests whose target is a maximum; the target of every other kind is a minimum."""
 
 INFERENCE: Final = ("generate", "embed", "classify")
+
+TARGET: Final[dict[RequestKind, AdapterState]] = {
+    "load": CPU_CACHED,
+    "stage": PINNED,
+    "activate": GPU_SLOT,
+    "hold": GPU_SLOT,
+    "deactivate": PINNED,
+    "evict": EVICTED,
+    "remove": UNREGISTERED,
+    "batch": GPU_SLOT,
+    "generate": GPU_SLOT,
+    "embed": GPU_SLOT,
+    "classify": GPU_SLOT,
+}
+"""The state that a request of each kind wants its adapters in."""
 
 USES: Final = frozenset({*INFERENCE, "activate", "batch"})
 """Kinds of requests that use an adapter in a slot: each one is a hit or a miss.
@@ -217,7 +233,6 @@ class PendingRequest(Struct, array_like=True, gc=False):
 
     kind: RequestKind
     adapters: tuple[AdapterId, ...]
-    target: AdapterState
     deadline_ns: int
     arrived_seq: Seq
     replace: bool = False
@@ -227,6 +242,11 @@ class PendingRequest(Struct, array_like=True, gc=False):
     body: int = 0
     arrived_ns: int = 0
     missed: bool = False
+
+    @property
+    def target(self) -> AdapterState:
+        """The state that its adapters have to be in."""
+        return TARGET[self.kind]
 
 
 @fast_assignment

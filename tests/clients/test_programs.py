@@ -14,14 +14,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
-import httpx
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3Model
 
 from tests.support.engine.serve_process import serve, wait_for_gateway
 from tests.support.parallel.processes import ROOT, TINY
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.waiting import HANG_S
 
 HERE: Final = Path(__file__).parent
 ENVIRONMENTS: Final = ROOT / ".venv-clients"
@@ -82,13 +81,7 @@ class Servers:
     def _serve(self, name: str, model: Path, *options: str) -> str:
         directory = self._directory / name
         self._stack.enter_context(serve(directory, *OPTIONS, *options, model=model))
-        url = wait_for_gateway(directory)
-        log_file = directory.with_suffix(".log")
-        wait_until(
-            lambda: httpx.get(f"{url}health").status_code == 200,
-            lambda: log_file.stat().st_size,
-        )
-        return f"{url}v1"
+        return f"{wait_for_gateway(directory)}v1"
 
 
 def save_embedder(directory: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
+
 from loradock.client import Client
 from loradock.messages.requests import StatusShown
 from tests.support.parallel.processes import ROOT, TINY
@@ -37,9 +39,11 @@ def gateway_url(directory: Path) -> str:
 
 
 def wait_for_gateway(directory: Path) -> str:
-    """Return the address of the server's gateway once it serves."""
+    """Return the address of the server's gateway once it serves and an engine is attached."""
     size = directory.with_suffix(".log").stat
-    return wait_until(lambda: gateway_url(directory), lambda: size().st_size)
+    url = wait_until(lambda: gateway_url(directory), lambda: size().st_size)
+    wait_until(lambda: httpx.get(f"{url}health").status_code == 200, lambda: size().st_size)
+    return url
 
 
 def status_once(directory: Path, ready: Callable[[StatusShown], bool]) -> StatusShown:
