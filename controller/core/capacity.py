@@ -95,9 +95,9 @@ def enter(context: Context, adapter: Adapter, tier: TierName) -> None:
     elif tier == "pinned":
         adapter.is_staged = True
     else:
-        generation = context.world.next_generation
+        adapter.slot = heapq.heappop(context.world.free_slots)
+        adapter.generation = context.world.next_generation
         context.world.next_generation += 1
-        assign_slot(context, adapter, heapq.heappop(context.world.free_slots), generation)
 
 
 def leave(context: Context, adapter: Adapter, tier: TierName) -> None:
@@ -118,19 +118,10 @@ def _is_in(adapter: Adapter, tier: TierName) -> bool:
     return adapter.is_staged if tier == "pinned" else adapter.slot != NO_SLOT
 
 
-def assign_slot(context: Context, adapter: Adapter, index: int, generation: int) -> None:
-    """Record the adapter in a slot, which must have been removed from the free slots."""
-    slot = context.world.slots[index]
-    slot.adapter_id, slot.generation = adapter.id, generation
-    context.world.slots.mark_changed(index)
-    adapter.slot, adapter.generation = index, generation
-    context.mark_changed(adapter)
-
-
 def _free_slot(context: Context, adapter: Adapter) -> None:
-    context.world.slots[adapter.slot].adapter_id = 0
-    context.world.slots.mark_changed(adapter.slot)
-    heapq.heappush(context.world.free_slots, adapter.slot)
+    # An engine can have more slots than the limits allow; those beyond are not assigned.
+    if adapter.slot < context.limits.max_loras:
+        heapq.heappush(context.world.free_slots, adapter.slot)
     adapter.slot, adapter.generation = NO_SLOT, 0
 
 

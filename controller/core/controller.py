@@ -111,7 +111,7 @@ class Controller:
         context, self._allowed = self._context, None
         if excludes:
             engine.lose(context, "the limits were changed")
-            self.world.resize_slots(limits.max_loras)
+            self.world.free_slots = list(range(limits.max_loras))
         self.world.set_bounds(limits)
         for request_id in tuple(self.world.pending_requests)[limits.requests_max :]:
             fewer = f"requests_max was lowered to {limits.requests_max}; try again later"

@@ -20,7 +20,6 @@ from loradock.controller.core.world import (
     Adapter,
     AttachedEngine,
     Operation,
-    Slot,
     World,
 )
 from loradock.controller.states.table import (
@@ -466,14 +465,12 @@ def _replay_transitions(context: Context, adapter: Adapter, entry: InventoryAdap
 
 def _occupy_slot(context: Context, adapter: Adapter, entry: InventoryAdapter) -> None:
     world = context.world
-    for index in range(len(world.slots), entry.slot + 1):
-        world.slots[index] = Slot()
-        heapq.heappush(world.free_slots, index)
-    world.free_slots.remove(entry.slot)
-    heapq.heapify(world.free_slots)
+    if entry.slot < context.limits.max_loras:
+        world.free_slots.remove(entry.slot)
+        heapq.heapify(world.free_slots)
     capacity.charge(context, adapter, "device")
     world.tiers["device"].count += 1
-    capacity.assign_slot(context, adapter, entry.slot, entry.generation)
+    adapter.slot, adapter.generation = entry.slot, entry.generation
 
 
 def _publish_state(context: Context, adapter: Adapter) -> None:

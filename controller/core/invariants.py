@@ -47,7 +47,8 @@ def check(world: World, limits: Limits, allowed: Excess | None = NO_EXCESS) -> N
     found = excess(world, limits)
     is_allowed = allowed is None or all(map(le, found, allowed))
     _require(is_allowed, f"the tiers exceed their bounds by {found}, before by {allowed}")
-    for check_one in (_check_slots, _check_usage, _check_indexes, _check_rankings):
+    _check_slots(world, limits)
+    for check_one in (_check_usage, _check_indexes, _check_rankings):
         check_one(world)
     for check_one in (_check_exemptions, _check_operations, _check_suspended, _check_requests):
         check_one(world)
@@ -91,23 +92,17 @@ def _check_bounds(world: World, limits: Limits) -> None:
     _require(pending <= limits.requests_max, f"{pending} requests")
 
 
-def _check_slots(world: World) -> None:
-    """One adapter per slot, one slot per adapter; slot table and records agree."""
-    by_table = {slot.adapter_id: index for index, slot in world.slots.items() if slot.adapter_id}
-    by_record = {a.id: a.slot for a in world.adapters.values() if a.slot != NO_SLOT}
-    _require(by_table == by_record, f"slot table {by_table} and records {by_record} differ")
-    taken = [slot for slot in world.slots.values() if slot.adapter_id]
-    _require(len(taken) == len(by_table), "an adapter is in two slots")
-    free = sorted(set(world.slots) - set(by_table.values()))
+def _check_slots(world: World, limits: Limits) -> None:
+    """One adapter per slot, and the other slots are free."""
+    taken = {a.id: a.slot for a in world.adapters.values() if a.slot != NO_SLOT}
+    _require(len(taken) == len(set(taken.values())), f"two adapters are in a slot: {taken}")
+    free = sorted({*range(limits.max_loras)} - {*taken.values()})
     _require(sorted(world.free_slots) == free, f"free slots {world.free_slots} are not {free}")
     for adapter in world.adapters.values():
         writing = _command_type(world, adapter) is commands.WriteSlot
         in_slot = adapter.state == GPU_SLOT or writing
         _require(in_slot == (adapter.slot != NO_SLOT), f"{adapter} and its slot differ")
-        if adapter.slot != NO_SLOT:
-            slot = world.slots[adapter.slot]
-            _require(slot.generation == adapter.generation, f"{adapter} is of another generation")
-    generations = [slot.generation for slot in taken]
+    generations = [world.adapters[adapter_id].generation for adapter_id in taken]
     _require(len(generations) == len(set(generations)), f"a generation twice in {generations}")
     _require(max(generations, default=0) < world.next_generation, "a generation is used again")
 
@@ -244,7 +239,7 @@ def _check_suspended(world: World) -> None:
             is_generation = isinstance(command, commands.StartGeneration)
             _require(is_generation, f"{request_id} is suspended and no generation")
             _require(pending.adapters == (adapter.id,), f"{request_id} waits for {adapter}")
-            is_due = pending.arrived_seq < since <= world.seq + len(world.slots)
+            is_due = pending.arrived_seq < since <= world.seq + len(world.adapters)
             _require(is_due, f"{request_id} waits since {since}")
             is_kept = bool(adapter.op) or adapter.state != GPU_SLOT or not world.engine_ready
             _require(is_kept, f"{request_id} is suspended although {adapter} is in its slot")
@@ -340,7 +335,7 @@ def _check_counters(world: World) -> None:
         inside, count = getattr(totals, entered) - getattr(totals, left), world.tiers[tier].count
         is_equal = inside + reserved[tier] == count
         _require(is_equal, f"the counters have {inside} adapters in {tier}, the tier {count}")
-    taken = sum(1 for slot in world.slots.values() if slot.adapter_id)
+    taken = sum(1 for adapter in world.adapters.values() if adapter.slot != NO_SLOT)
     used = totals.activations - totals.deactivations + reserved["device"]
     _require(used == taken, f"the counters have {used} slots in use, there are {taken}")
     evictions = (totals.evictions, totals.evictions_caused)

@@ -2,13 +2,14 @@
 
 A world that is read from a snapshot has only what can't be computed. With these fields it decides
 as the one that it was made of: every order that a decision depends on follows from an adapter's
-record, a slot's record or a deadline that a record has.
+record or a deadline that a record has.
 """
 
 import heapq
 from operator import attrgetter
 
 from loradock.controller.core.indexes import LruOrder, TierName, TierQueues
+from loradock.controller.core.limits import Limits
 from loradock.controller.core.world import (
     DEADLINES_MIN,
     NO_PRIORITY,
@@ -29,11 +30,11 @@ _NEXT_TIER: dict[AdapterState, TierName] = {
 """The tier that an adapter of each state enters next."""
 
 
-def derive(world: World) -> None:
-    """Compute every derived field of a world anew."""
+def derive(world: World, limits: Limits) -> None:
+    """Compute every derived field of a world anew; `limits` are those that it has decided by."""
     adapters = sorted(world.adapters.values(), key=attrgetter("id"))
     world.names = {a.name: a.id for a in adapters if not (a.retired or a.predecessor)}
-    world.free_slots = sorted(i for i, slot in world.slots.items() if not slot.adapter_id)
+    world.free_slots = sorted({*range(limits.max_loras)} - {a.slot for a in adapters})
     world.lru_order = {state: LruOrder() for state in RESIDENT}
     resident = [adapter for adapter in adapters if adapter.state in world.lru_order]
     for adapter in sorted(resident, key=attrgetter("lru_stamp")):
@@ -47,7 +48,6 @@ def derive(world: World) -> None:
     world.deadlines = _deadlines(world)
     world.deadlines_max = 2 * len(world.deadlines) + DEADLINES_MIN
     world.timer_ns = world.deadlines[0][0] if world.deadlines else 0
-    # The next reconciliation sets the deadline of turns again.
 
 
 def _queues(world: World) -> TierQueues:

@@ -218,8 +218,7 @@ def _with_uses(
 ) -> requests.StatusShown:
     """Return a status with the counts of adapters, and those in a slot or with requests."""
     states = Counter(adapter.state for adapter in world.adapters.values())
-    resident = (world.adapters[slot.adapter_id] for slot in world.slots.values() if slot.adapter_id)
-    names = {adapter.name for adapter in resident if adapter.state == GPU_SLOT}
+    names = {world.adapters[adapter_id].name for adapter_id in world.lru_order[GPU_SLOT]}
     names |= inference.keys() - {""}
     shown = sorted(name for name in names if sees is None or sees(name))
     uses = tuple(_use_of(world, name, inference[name]) for name in shown)

@@ -1,4 +1,4 @@
-"""The controller's state: adapters, slots, the engine, operations and pending requests.
+"""The controller's state: adapters, the engine, operations and pending requests.
 
 Nothing here depends on a clock, on randomness or on the process, so that replaying the same inputs
 leads to the same digest anywhere. Only `Controller` and the modules that it calls write it.
@@ -36,7 +36,6 @@ from loradock.messages.ids import (
     Seq,
 )
 from loradock.messages.prompts import Sampling
-from loradock.messages.requests import AdapterDone
 from loradock.messages.views import Warnings
 
 InferenceKind = Literal["generate", "embed", "classify"]
@@ -71,8 +70,7 @@ Those that only prepare it (load, stage, hold) are neither, and no request waits
 """
 
 DeadlineKind = Literal["operation", "request", "retry", "unknown"]
-"""`retry` ends an adapter's backoff, `turn` is the end of the first turn that is over while others
-wait for a slot, `unknown` is of an operation that is not in the log.
+"""`retry` ends an adapter's backoff, `unknown` is of an operation that is not in the log.
 
 Deadlines of one moment expire in the order of these names."""
 Deadline = tuple[int, DeadlineKind, int | str]
@@ -196,14 +194,6 @@ class Adapter(Struct, array_like=True, gc=False):
 
 
 @fast_assignment
-class Slot(Struct, array_like=True, gc=False):
-    """One device slot; `adapter_id` 0 means free, else reserved or occupied."""
-
-    generation: int = 0
-    adapter_id: AdapterId = 0
-
-
-@fast_assignment
 class Operation(Struct, array_like=True, gc=False):
     """One command that the engine has not reported on.
 
@@ -274,15 +264,6 @@ class Tier(Struct, array_like=True, gc=False):
     size_bytes_max: int = 0
 
 
-def _encode_answer(answer: Answer) -> bytes:
-    """Return an answer's bytes for the chain: as before there were warnings, if it has none."""
-    reply = answer.reply
-    if type(reply) is AdapterDone and not reply.warnings:
-        fields = msgspec.structs.astuple(reply)[:-1]
-        return _encode(((AdapterDone.__name__, *fields), answer.body, answer.time_ns))
-    return _encode(answer)
-
-
 def _logged_operation(operation: Operation) -> Operation | tuple[object, ...]:
     """Return what digests have of an operation: its command with the core's own fields alone."""
     command = operation.command
@@ -322,7 +303,6 @@ class World:
         self.unknown_operations: dict[OpId, int] = {}
         self.names: dict[str, AdapterId] = {}
         self.adapters: DigestDict[AdapterId, Adapter] = DigestDict()
-        self.slots: DigestDict[int, Slot] = DigestDict()
         # Of those adapters that have any: the others cost nothing.
         self.warnings: DigestDict[AdapterId, Warnings] = DigestDict()
         self.answers = AnswerWindows(window_bounds(limits))
@@ -343,7 +323,8 @@ class World:
 
     def _derive(self, limits: Limits) -> None:
         """Create the indexes, which `controller/core/restore.py` computes from the fields above."""
-        self.resize_slots(limits.max_loras)
+        # A heap of the slots within the limits that no adapter has.
+        self.free_slots = list(range(limits.max_loras))
         self.set_bounds(limits)
         # Adapters by state in the order of `lru_stamp`: the first is the first victim.
         self.lru_order: dict[AdapterState, LruOrder] = {state: LruOrder() for state in RESIDENT}
@@ -357,15 +338,6 @@ class World:
         self.deadlines: list[Deadline] = []
         self.deadlines_max = DEADLINES_MIN
         self.timer_ns = 0
-        # The one deadline of kind `turn`; 0 if there is none.
-
-    def resize_slots(self, max_loras: int) -> None:
-        """Set the number of slots, none of which is in use."""
-        for index in range(max_loras, len(self.slots)):
-            del self.slots[index]
-        for index in range(len(self.slots), max_loras):
-            self.slots[index] = Slot()
-        self.free_slots = list(range(max_loras))
 
     def set_bounds(self, limits: Limits) -> None:
         """Bound the tiers by the smaller of the limits and the engine's capacity."""
@@ -451,7 +423,7 @@ class World:
     def add_answer(self, answer: Answer) -> None:
         """Keep the answer of a request, and continue the chain of answers with it."""
         self.answers.add(answer)
-        self.answers_chain = xxhash.xxh3_128_digest(self.answers_chain + _encode_answer(answer))
+        self.answers_chain = xxhash.xxh3_128_digest(self.answers_chain + _encode(answer))
 
     def add_deadline(self, at_ns: int, kind: DeadlineKind, key: int | str) -> None:
         """Add a deadline; ended deadlines are dropped when there are too many."""
@@ -490,25 +462,19 @@ class World:
         Its cost depends on what changed and what is in flight, not on the number of adapters.
         """
         return self._digest(
-            [entries.digest() for entries in self._digest_dicts()],
+            [self.adapters.digest(), self.warnings.digest()],
             [(tier, ranking.digest()) for tier, ranking in self.rankings.items()],
         )
 
     def digest_from_scratch(self) -> str:
         """Return the same hash without using remembered entry hashes."""
         return self._digest(
-            [entries.digest_from_scratch() for entries in self._digest_dicts()],
+            [self.adapters.digest_from_scratch(), self.warnings.digest_from_scratch()],
             [(tier, ranking.digest_from_scratch()) for tier, ranking in self.rankings.items()],
         )
 
-    def _digest_dicts(self) -> tuple[DigestDict, ...]:  # type: ignore[type-arg]
-        # A world without warnings has the digest that it had before there were any.
-        return (self.adapters, self.slots, *([self.warnings] if self.warnings else ()))
-
     def _digest(self, sums: list[int], rankings: list[tuple[TierName, object]]) -> str:
         operations = [(op, _logged_operation(one)) for op, one in self.operations.items()]
-        # A world without rankings has the digest that it had before there were any.
-        policy = ((rankings, self.policy_failure),) if rankings or self.policy_failure else ()
         state = (
             [str(value) for value in sums],
             (self.seq, self.time_ns, self.epoch, self.events_seq, self.lru_counter),
@@ -520,6 +486,6 @@ class World:
             [self.queues.by_tier[tier] for tier in TIERS],
             (list(self.batches), self.current_batch),
             (operations, list(self.pending_requests.items())),
-            *policy,
+            (rankings, self.policy_failure),
         )
         return xxhash.xxh3_128_hexdigest(_encode(state))

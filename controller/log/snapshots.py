@@ -27,6 +27,7 @@ from loradock.controller.core.counters import Counters
 from loradock.controller.core.indexes import DigestDict, TierName
 from loradock.controller.core.limits import (
     RULES,
+    Limits,
     LimitsError,
     limits_from,
     limits_to,
@@ -38,7 +39,6 @@ from loradock.controller.core.world import (
     AttachedEngine,
     Operation,
     PendingRequest,
-    Slot,
     Tier,
     World,
 )
@@ -113,7 +113,6 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     engine_ready: bool
     unknown_operations: dict[OpId, int]
     adapters: list[Adapter]
-    slots: list[Slot]
     answers: list[Answer]
     operations: dict[OpId, Operation]
     pending_requests: dict[RequestId, PendingRequest]
@@ -129,8 +128,8 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     policy_failure: str = ""
 
 
-_OTHERS: Final = ("adapters", "slots", "answers", "batches", "warnings", "rankings")
-"""The fields that are rebuilt: of the first four the values are stored, or the keys, as lists."""
+_OTHERS: Final = ("adapters", "answers", "batches", "warnings", "rankings")
+"""The fields that are rebuilt: of the first three the values are stored, or the keys, as lists."""
 
 _SAME: Final = tuple(name for name in WorldState.__struct_fields__ if name not in _OTHERS)
 """The fields that are stored as they are."""
@@ -145,7 +144,6 @@ def encode_world(world: World) -> bytes:
     values: dict[str, Any] = {
         **{name: getattr(world, name) for name in _SAME},
         "adapters": list(world.adapters.values()),
-        "slots": list(world.slots.values()),
         "answers": list(world.answers.by_id.values()),
         "batches": list(world.batches),
         "warnings": world.warnings,
@@ -154,8 +152,8 @@ def encode_world(world: World) -> bytes:
     return _encode_state([values[name] for name in WorldState.__struct_fields__])
 
 
-def restore_world(world: World, data: bytes) -> None:
-    """Give a new world the state in `data`, which was encoded under the same limits.
+def restore_world(world: World, data: bytes, limits: Limits) -> None:
+    """Give a new world the state in `data`, which was encoded under these limits.
 
     Raises `msgspec.DecodeError`, `UnicodeDecodeError` or `RecursionError` for other bytes.
     """
@@ -163,11 +161,10 @@ def restore_world(world: World, data: bytes) -> None:
     for name in _SAME:
         setattr(world, name, getattr(state, name))
     world.adapters = DigestDict.of(zip(map(_id, state.adapters), state.adapters, strict=True))
-    world.slots = DigestDict.of(enumerate(state.slots))
     world.warnings = DigestDict.of(state.warnings.items())
     world.answers.restore(state.answers)
     world.batches = OrderedDict.fromkeys(state.batches)
-    derive(world)
+    derive(world, limits)
     if world.policy_failure:
         world.rankings = {}
     for tier, ranking in world.rankings.items():
@@ -261,7 +258,7 @@ def restore_controller(snapshot: Snapshot, path: Path, *, checked: bool = False)
         check_policy(snapshot.policy)
         limits = limits_from(snapshot.limits)
         controller = Controller(limits, snapshot.policy, checked=checked)
-        restore_world(controller.world, snapshot.world)
+        restore_world(controller.world, snapshot.world, limits)
     except (LimitsError, PolicyUnknownError, *UNDECODABLE) as error:
         raise SnapshotInvalidError(f"{path}: it is intact, but unknown here: {error}") from error
     if controller.digest() != snapshot.digest:

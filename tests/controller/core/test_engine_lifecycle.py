@@ -194,7 +194,7 @@ def test_other_limits_lose_the_engine_and_keep_the_newest_answers() -> None:
     assert controller.world.engine is None
     assert not controller.world.pending_requests
     assert len(controller.world.answers) == 2
-    assert len(controller.world.slots) == 2
+    assert controller.world.free_slots == [0, 1]
     controller.handle(inventory, 4)
     assert controller.world.tiers["device"].count_max == 2
 

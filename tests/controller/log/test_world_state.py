@@ -20,7 +20,7 @@ STORED = WorldState.__struct_fields__
 
 def restored(controller: Controller) -> Controller:
     copy = Controller(controller.limits, controller.policy_name)
-    restore_world(copy.world, encode_world(controller.world))
+    restore_world(copy.world, encode_world(controller.world), controller.limits)
     return copy
 
 
@@ -35,7 +35,7 @@ def test_every_field_of_a_world_is_stored_or_derived() -> None:
     others = set(vars(world)) - set(STORED)
     for name in others:
         setattr(world, name, forgotten)
-    derive(world)
+    derive(world, Limits())
     assert forgotten not in vars(world).values(), "a new field belongs in WorldState or in derive"
 
 

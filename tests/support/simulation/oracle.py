@@ -6,7 +6,7 @@ reply, command and event is compared with it. The controller's own invariants ar
 
 from typing import Any
 
-from loradock.controller.core.world import World
+from loradock.controller.core.world import Adapter, World
 from loradock.messages import commands, events, records, requests
 
 _STATE_AFTER: dict[type, str] = {
@@ -115,7 +115,7 @@ class Oracle:
                 self._bind_batch(command)
 
     def _check_leaving(self, command: commands.ResetSlot | commands.PreemptSlot) -> None:
-        adapter = self.world.adapters[self.world.slots[command.slot].adapter_id]
+        adapter = self._in_slot(command.slot)
         assert adapter.generation == command.generation
         if self.world.names.get(adapter.name) == adapter.id:
             assert adapter.name not in self.holds, f"{command} takes {adapter}, which is held"
@@ -146,7 +146,7 @@ class Oracle:
         slots = []
         if request.adapter is not None:
             slots.append(self._slot_content(command, request.adapter, command))
-            assert self.world.slots[command.slot].adapter_id == command.adapter_id
+            assert self._in_slot(command.slot).id == command.adapter_id
         assert self.bound.setdefault(command.op, slots) == slots
 
     def _bind_batch(self, command: commands.SetMapping) -> None:
@@ -159,7 +159,7 @@ class Oracle:
         assert self.bound.setdefault(command.op, slots) == slots
 
     def _slot_content(self, command: Any, name: str, ref: Any) -> SlotContent:
-        adapter = self.world.adapters[self.world.slots[ref.slot].adapter_id]
+        adapter = self._in_slot(ref.slot)
         assert adapter.name == name, f"{command} of {name} meets {adapter}"
         if command.op not in self.bound and self.world.names.get(name) != adapter.id:
             request_id = self.world.operations[command.op].request_id
@@ -167,6 +167,10 @@ class Oracle:
             assert adapter.retired, f"{command} is of no version of the name"
             assert is_before, f"{command} is of an old version"
         return ref.slot, ref.generation, adapter.fingerprint
+
+    def _in_slot(self, slot: int) -> Adapter:
+        [adapter] = [one for one in self.world.adapters.values() if one.slot == slot]
+        return adapter
 
     def check(self) -> None:
         """Check that each accepted request is answered or pending, and that events are complete."""
