@@ -121,7 +121,10 @@ def _files(*calls: Calls) -> int:
 
 @contextmanager
 def served(directory: Path) -> Iterator[tuple[Processes, httpx.Client, Client]]:
-    """Serve the tiny model with a profile in each process."""
+    """Serve the tiny model with a profile in each process, and an engine attached.
+
+    What an idle server does without an engine is less than what it does with one.
+    """
     walk = directory / "walk"
     walk.mkdir()
     os.environ |= {"LORADOCK_WALK": str(walk), "PYTHONPATH": str(ROOT / "tests/support/walk")}
