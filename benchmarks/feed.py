@@ -26,7 +26,6 @@ _SUCCESS: Final[dict[type, Callable[[int], reports.OperationReport]]] = {
     commands.WriteSlot: reports.SlotWritten,
     commands.ResetSlot: reports.SlotReset,
     commands.DropWeights: reports.WeightsDropped,
-    commands.SetMapping: reports.MappingSet,
     commands.StartGeneration: lambda op: reports.GenerationEnded(op, "stop", 16, 64),
 }
 """Command type -> its report of success, from the operation's number."""

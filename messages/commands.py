@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from loradock.messages.base import Message, Value
+from loradock.messages.base import Message
 from loradock.messages.ids import (
     AdapterId,
     AdapterName,
@@ -98,19 +98,6 @@ class DropWeights(_Command, frozen=True):
     adapter_id: AdapterId
 
 
-class SlotRef(Value, frozen=True):
-    """A slot at one of its generations."""
-
-    slot: Slot
-    generation: Generation
-
-
-class SetMapping(_Command, frozen=True):
-    """Make this the batch's active set; refused (L007) if any generation is stale."""
-
-    active: tuple[SlotRef, ...]
-
-
 class StartGeneration(_Command, frozen=True):
     """Generate with an adapter in a slot (`adapter_id` 0: the base model, slot -1).
 
@@ -186,7 +173,6 @@ Operation = (
     | ResetSlot
     | PreemptSlot
     | DropWeights
-    | SetMapping
     | StartInference
 )
 Command = Operation | StopGeneration | ResendTokens | RequestInventory | ControllerBeat

@@ -36,7 +36,7 @@ Slot = Annotated[int, Meta(ge=-1, le=65_535)]
 """A row of the device directory; -1 means none (the base model)."""
 
 Generation = Annotated[int, Meta(ge=0, le=2**53)]
-"""Incremented by every write of a slot, so that a stale mapping is detected; 0: never written."""
+"""Incremented by every write of a slot, so that a stale command is detected; 0: never written."""
 
 Seq = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 """A position in a numbered stream: log records, published events, frames of one link."""

@@ -68,10 +68,6 @@ class WeightsDropped(_Report, frozen=True):
     """The host memory is freed."""
 
 
-class MappingSet(_Report, frozen=True):
-    """Every slot of the active set has the generation that the command named."""
-
-
 class GenerationEnded(_Report, frozen=True):
     """A generation ended; its tokens were sent to the client separately.
 
@@ -165,7 +161,6 @@ OperationReport = (
     | SlotWritten
     | SlotReset
     | WeightsDropped
-    | MappingSet
     | GenerationEnded
     | PoolingEnded
     | OperationFailed

@@ -126,7 +126,7 @@ class RemoveAdapter(RequestMessage, frozen=True):
 
 
 class ActivateBatch(RequestMessage, frozen=True):
-    """Activate all adapters of a batch together, confirmed by the engine."""
+    """Activate all adapters of a batch, so that all are in slots at one moment."""
 
     adapters: Annotated[tuple[AdapterName, ...], Meta(min_length=1, max_length=65_536)]
     timeout_ms: TimeoutMs = 0
@@ -253,7 +253,7 @@ class PrefetchAccepted(ReplyMessage, frozen=True):
 
 
 class BatchDone(ReplyMessage, frozen=True):
-    """All adapters of the batch were in slots at one moment; the engine confirmed each."""
+    """All adapters of the batch were in slots at one moment, as the engine has reported."""
 
     placements: tuple[Placement, ...]
 

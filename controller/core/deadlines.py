@@ -94,13 +94,11 @@ def _refuse_waiters(context: Context, operation: Operation) -> None:
 
 def _expire_request(context: Context, request_id: RequestId) -> None:
     pending = context.world.pending_requests[request_id]
-    if pending.kind in _TOO_SLOW and pending.op:
+    if pending.op:
         too_slow = _TOO_SLOW[pending.kind]
         waiting.refuse_request(context, request_id, ErrorCode.ENGINE_GONE, too_slow)
         waiting.stop_inference(context, pending)
         return
-    if pending.op:
-        context.bound_operation(pending.op)
     waiting.refuse_request(context, request_id, *_timeout_reason(context, pending))
 
 
@@ -116,7 +114,7 @@ def _timeout_reason(context: Context, pending: PendingRequest) -> tuple[ErrorCod
         )
     if not world.engine_ready:
         return ErrorCode.ENGINE_GONE, f"no engine came in time for {names}"
-    if pending.op or any(adapter.op for adapter in adapters):
+    if any(adapter.op for adapter in adapters):
         return ErrorCode.ENGINE_GONE, f"the engine was not done in time with {names}"
     leased = sum(1 for a in world.lru_order["gpu-slot"] if world.adapters[a].leases)
     return (

@@ -213,9 +213,6 @@ def _restart_request(context: Context, request_id: RequestId) -> None:
     elif any(_is_replaced(context, world.adapters[adapter_id]) for adapter_id in pending.adapters):
         gone = "the adapter's version that it had begun with was replaced; ask again"
         waiting.refuse_request(context, request_id, ErrorCode.ENGINE_GONE, gone)
-    elif pending.kind == "batch":
-        world.batches[request_id] = None
-        world.batches.move_to_end(request_id, last=False)
     else:
         for adapter_id in pending.adapters:
             adapter = world.adapters[adapter_id]

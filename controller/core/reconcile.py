@@ -42,6 +42,8 @@ from loradock.messages.ids import (
     AdapterState,
     RequestId,
 )
+from loradock.messages.requests import BatchDone
+from loradock.messages.views import Placement
 
 FIRST_TOKEN_SHARE: Final = 4
 """A turn has one of this many parts of its tokens while a request without a token waits."""
@@ -66,7 +68,7 @@ def reconcile(context: Context) -> None:
 
 
 def _start_ready(context: Context) -> None:
-    """Start the new inference of the base model or of ready adapters, and the new ready batches."""
+    """Start the new inference of the base model or of ready adapters; answer ready batches."""
     world = context.world
     for request_id, pending in context.ready:
         if pending.kind == "batch":
@@ -177,7 +179,7 @@ def _serve_waiters(context: Context, adapter: Adapter) -> None:
 def _serve(
     context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
 ) -> None:
-    """Answer a request that the adapter satisfies, or start its inference or batch."""
+    """Answer a request that the adapter satisfies, or start its inference."""
     if pending.kind == "batch":
         _confirm_batch(context, request_id, pending)
     elif pending.kind in INFERENCE:
@@ -232,7 +234,7 @@ def _start_next_batch(context: Context) -> None:
 
 
 def _confirm_batch(context: Context, request_id: RequestId, pending: PendingRequest) -> None:
-    """If all adapters of a batch are in slots, lease them and send the engine their mapping."""
+    """Answer a batch if all its adapters are in slots."""
     world = context.world
     adapters = [world.adapters[adapter_id] for adapter_id in pending.adapters]
     if not world.engine_ready or not all(
@@ -240,12 +242,9 @@ def _confirm_batch(context: Context, request_id: RequestId, pending: PendingRequ
     ):
         return
     for adapter in adapters:
-        waiting.lease(context, adapter)
-        if request_id in adapter.waiters:
-            waiting.end_waiting(context, adapter, request_id, pending)
-    waiting.dequeue_batch(context, request_id)
-    refs = tuple([commands.SlotRef(adapter.slot, adapter.generation) for adapter in adapters])
-    _issue_for(context, request_id, pending, commands.SetMapping(context.next_op(), refs))
+        context.keep(adapter, GPU_SLOT)
+    placements = tuple([Placement(a.name, a.slot, a.generation) for a in adapters])
+    waiting.end_request(context, request_id, BatchDone(request_id, placements))
 
 
 def _refuse_impossible_batch(context: Context) -> None:

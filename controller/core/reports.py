@@ -13,13 +13,13 @@ from loradock.controller.core.actions import SendCommand
 from loradock.controller.core.context import Context
 from loradock.controller.core.indexes import TIERS, TierName
 from loradock.controller.core.reconcile import abandon_goal, start_backoff
-from loradock.controller.core.world import Adapter, Operation, PendingRequest
+from loradock.controller.core.world import Adapter, Operation, PendingRequest, RequestKind
 from loradock.controller.states.machine import IllegalTransitionError
 from loradock.controller.states.table import ENGINE_LOST
 from loradock.messages import commands, events, reports, requests
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import UNREGISTERED, RequestId
-from loradock.messages.views import Placement
+from loradock.messages.views import PoolingTask
 
 SUCCESS_OF: Final[dict[type, type]] = {
     commands.CheckAdapter: reports.AdapterChecked,
@@ -30,7 +30,6 @@ SUCCESS_OF: Final[dict[type, type]] = {
     commands.ResetSlot: reports.SlotReset,
     commands.PreemptSlot: reports.SlotReset,
     commands.DropWeights: reports.WeightsDropped,
-    commands.SetMapping: reports.MappingSet,
     commands.StartGeneration: reports.GenerationEnded,
     commands.StartPooling: reports.PoolingEnded,
 }
@@ -273,7 +272,7 @@ def _on_pooling_ended(context: Context, operation: Operation, report: reports.Po
     adapter = _adapter_of(context, pending)
     name = None if adapter is None else adapter.name
     # `on_report` refuses this report for every other command.
-    task = cast("commands.StartPooling", operation.command).task
+    task = cast("PoolingTask", pending.kind)
     counts = (report.inputs, report.input_tokens)
     context.count_served(adapter, report.input_tokens)
     duration_ns = context.world.time_ns - pending.arrived_ns
@@ -294,44 +293,30 @@ def _end_request(
     waiting.remove(context, request_id, pending, reply)
 
 
-def _on_mapping_set(context: Context, operation: Operation, _report: reports.MappingSet) -> None:
-    request_id = operation.request_id
-    pending = context.world.pending_requests[request_id]
-    done = requests.BatchDone(request_id, _placements(context, pending))
-    _end_request(context, request_id, pending, done)
-
-
-def _placements(context: Context, pending: PendingRequest) -> tuple[Placement, ...]:
-    adapters = [context.world.adapters[adapter_id] for adapter_id in pending.adapters]
-    return tuple([Placement(a.name, a.slot, a.generation) for a in adapters])
-
-
 def _on_request_failed(
     context: Context, operation: Operation, report: reports.OperationFailed
 ) -> None:
     request_id = operation.request_id
     pending = context.world.pending_requests[request_id]
-    if isinstance(operation.command, commands.StartInference):
-        adapter = _adapter_of(context, pending)
-        name = "" if adapter is None else adapter.name
-        duration_ns = context.world.time_ns - pending.arrived_ns
-        context.publish(_failure_event(operation.command, name, report.code, duration_ns))
+    adapter = _adapter_of(context, pending)
+    name = "" if adapter is None else adapter.name
+    duration_ns = context.world.time_ns - pending.arrived_ns
+    context.publish(_failure_event(pending.kind, name, report.code, duration_ns))
     refused = requests.Refused(request_id, report.code, report.message)
     _end_request(context, request_id, pending, refused)
 
 
 def _failure_event(
-    command: commands.StartInference, name: str, code: ErrorCode, duration_ns: int
+    kind: RequestKind, name: str, code: ErrorCode, duration_ns: int
 ) -> events.GenerationFinished | events.PoolingFinished:
-    if isinstance(command, commands.StartPooling):
-        return events.PoolingFinished(name, command.task, code, 0, 0, duration_ns)
-    return events.GenerationFinished(name, code, 0, 0, duration_ns)
+    if kind == "generate":
+        return events.GenerationFinished(name, code, 0, 0, duration_ns)
+    return events.PoolingFinished(name, kind, code, 0, 0, duration_ns)
 
 
 _ON_REQUEST_REPORT: Final[dict[type, Callable[[Context, Operation, Any], None]]] = {
     reports.GenerationEnded: _on_generation_ended,
     reports.PoolingEnded: _on_pooling_ended,
-    reports.MappingSet: _on_mapping_set,
     reports.OperationFailed: _on_request_failed,
 }
 

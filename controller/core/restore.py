@@ -44,6 +44,9 @@ def derive(world: World, limits: Limits) -> None:
     world.demoting = {adapter_id: None for adapter_id, rise in rises if rise < 0}
     world.promoting = {adapter_id: None for adapter_id, rise in rises if rise > 0}
     world.held = {adapter.id: None for adapter in adapters if adapter.held}
+    pending = world.pending_requests.items()
+    world.batches = {request_id: None for request_id, one in pending if one.kind == "batch"}
+    world.current_batch = next(iter(world.batches), "")
     world.queues = _queues(world)
     world.deadlines = _deadlines(world)
     world.deadlines_max = 2 * len(world.deadlines) + DEADLINES_MIN

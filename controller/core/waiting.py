@@ -2,7 +2,7 @@
 
 An accepted request is pending until it has ended, and a waiter of each adapter that is not ready
 for it. A hold lasts from its answer until it is released. A lease lasts as long as the operation
-that the engine runs for an inference or a batch. A generation can be suspended meanwhile: then it
+that the engine runs for an inference. A generation can be suspended meanwhile: then it
 has no lease, and waits for its adapter to be in a slot.
 
 Nothing here moves an adapter: an adapter whose goal can have changed is added to `dirty_adapters`.
@@ -129,14 +129,6 @@ def _end_if_unused(context: Context, adapter: Adapter) -> None:
     context.dirty_adapters[adapter.id] = None
 
 
-def dequeue_batch(context: Context, request_id: RequestId) -> None:
-    """Remove a batch from the batches that wait for slots; the next becomes the current batch."""
-    world = context.world
-    world.batches.pop(request_id, None)
-    if world.current_batch == request_id:
-        world.current_batch = ""
-
-
 def remove(
     context: Context, request_id: RequestId, pending: PendingRequest, reply: requests.Reply | None
 ) -> None:
@@ -152,7 +144,10 @@ def end_request(context: Context, request_id: RequestId, reply: requests.Reply |
     pending = world.pending_requests[request_id]
     remove(context, request_id, pending, reply)
     if pending.kind == "batch":
-        dequeue_batch(context, request_id)
+        del world.batches[request_id]
+        if world.current_batch == request_id:
+            # The next one becomes the current one.
+            world.current_batch = ""
     for adapter_id in pending.adapters:
         adapter = world.adapters.get(adapter_id)
         if adapter is not None and request_id in adapter.waiters:

@@ -5,7 +5,6 @@ leads to the same digest anywhere. Only `Controller` and the modules that it cal
 """
 
 import heapq
-from collections import OrderedDict
 from itertools import product
 from operator import attrgetter
 from typing import Final, Literal
@@ -312,9 +311,6 @@ class World:
         self.operations: dict[OpId, Operation] = {}
         self.pending_requests: dict[RequestId, PendingRequest] = {}
         self.tiers: dict[TierName, Tier] = {tier: Tier() for tier in TIERS}
-        # Batches without a `SetMapping` yet, in order. Adapters are moved for one batch at a time.
-        self.batches: OrderedDict[RequestId, None] = OrderedDict()
-        self.current_batch: RequestId = ""
         # Of a policy that remembers; empty for one that does not.
         self.rankings: dict[TierName, Ranking] = {}
         # Why `lru` decides in place of the policy, empty if it does not.
@@ -334,6 +330,9 @@ class World:
         # Adapters whose goal is above their state: reconciled again when an engine is back.
         self.promoting: dict[AdapterId, None] = {}
         self.held: dict[AdapterId, None] = {}
+        # Pending batches, the oldest first: adapters are moved for that one alone.
+        self.batches: dict[RequestId, None] = {}
+        self.current_batch: RequestId = ""
         # A heap. Entries of ended things stay until they surface or become too numerous.
         self.deadlines: list[Deadline] = []
         self.deadlines_max = DEADLINES_MIN
@@ -484,7 +483,6 @@ class World:
             (self.engine, self.engine_ready, list(self.unknown_operations.items())),
             [self.tiers[tier] for tier in TIERS],
             [self.queues.by_tier[tier] for tier in TIERS],
-            (list(self.batches), self.current_batch),
             (operations, list(self.pending_requests.items())),
             (rankings, self.policy_failure),
         )

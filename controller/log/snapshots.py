@@ -11,7 +11,6 @@ with the order of the entries: inputs after a restored world lead to the same ac
 """
 
 import re
-from collections import OrderedDict
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -117,8 +116,6 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     operations: dict[OpId, Operation]
     pending_requests: dict[RequestId, PendingRequest]
     tiers: dict[TierName, Tier]
-    batches: list[RequestId]
-    current_batch: str
     totals: Counters
     past_counters: Counters
     base_counters: Counters
@@ -128,8 +125,8 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     policy_failure: str = ""
 
 
-_OTHERS: Final = ("adapters", "answers", "batches", "warnings", "rankings")
-"""The fields that are rebuilt: of the first three the values are stored, or the keys, as lists."""
+_OTHERS: Final = ("adapters", "answers", "warnings", "rankings")
+"""The fields that are rebuilt: of the first two the values are stored, as lists."""
 
 _SAME: Final = tuple(name for name in WorldState.__struct_fields__ if name not in _OTHERS)
 """The fields that are stored as they are."""
@@ -145,7 +142,6 @@ def encode_world(world: World) -> bytes:
         **{name: getattr(world, name) for name in _SAME},
         "adapters": list(world.adapters.values()),
         "answers": list(world.answers.by_id.values()),
-        "batches": list(world.batches),
         "warnings": world.warnings,
         "rankings": {tier: ranking.state() for tier, ranking in world.rankings.items()},
     }
@@ -163,7 +159,6 @@ def restore_world(world: World, data: bytes, limits: Limits) -> None:
     world.adapters = DigestDict.of(zip(map(_id, state.adapters), state.adapters, strict=True))
     world.warnings = DigestDict.of(state.warnings.items())
     world.answers.restore(state.answers)
-    world.batches = OrderedDict.fromkeys(state.batches)
     derive(world, limits)
     if world.policy_failure:
         world.rankings = {}

@@ -62,7 +62,6 @@ ResidencyCommand = (
     | commands.ResetSlot
     | commands.PreemptSlot
     | commands.DropWeights
-    | commands.SetMapping
 )
 
 _HOST_COMMANDS: Final = (
@@ -127,7 +126,6 @@ class Residency:
             commands.ResetSlot: self.reset_slot,
             commands.PreemptSlot: self.vacate_slot,
             commands.DropWeights: self.drop_weights,
-            commands.SetMapping: self.set_mapping,
         }
 
     @property
@@ -344,14 +342,6 @@ class Residency:
         self._require(command.adapter_id, CPU_CACHED, PINNED)
         del self.host_adapters[command.adapter_id]
         self._report(reports.WeightsDropped(command.op))
-
-    def set_mapping(self, command: commands.SetMapping) -> None:
-        """Confirm a batch's active set: every slot has the generation that is named."""
-        for reference in command.active:
-            if reference.slot in self._vacated:
-                self._clear(reference.slot)
-            self.arena.check_generation(reference.slot, reference.generation)
-        self._report(reports.MappingSet(command.op))
 
     def inventory(self) -> tuple[reports.InventoryAdapter, ...]:
         """Return every adapter on the host, with its state and slot."""

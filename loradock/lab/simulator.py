@@ -45,7 +45,6 @@ _DONE: Final[dict[type, type]] = {
     commands.WriteSlot: reports.SlotWritten,
     commands.ResetSlot: reports.SlotReset,
     commands.DropWeights: reports.WeightsDropped,
-    commands.SetMapping: reports.MappingSet,
 }
 
 
@@ -217,9 +216,6 @@ class _Engine:
     ) -> None:
         self._operate(command, command.adapter_id)
 
-    def _map(self, command: commands.SetMapping) -> None:
-        self._operate(command, BASE_MODEL)
-
     def _read(self, command: commands.CheckAdapter | commands.LoadWeights) -> None:
         facts = self._traffic.files.get(command.path, Facts(code=ErrorCode.NOT_FOUND))
         if command.adapter_id not in self._adapters:
@@ -355,7 +351,6 @@ _BEGIN: Final[dict[type, Callable[[_Engine, Any], None]]] = {
     commands.WriteSlot: _Engine._write,
     commands.ResetSlot: _Engine._reset,
     commands.PreemptSlot: _Engine._preempt,
-    commands.SetMapping: _Engine._map,
     commands.StartGeneration: _Engine._start,
     commands.StartPooling: _Engine._pool,
     commands.StopGeneration: _Engine._stop,

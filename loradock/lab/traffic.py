@@ -215,7 +215,7 @@ class _Reader:
             )
         self._move(command)
         # The end of a turn decides when this ends.
-        if not isinstance(command, commands.PreemptSlot | commands.SetMapping):
+        if not isinstance(command, commands.PreemptSlot):
             size = self._size_of(command)
             found = self.samples.operations.setdefault(type(command).__name__, [])
             found.append((size, time_ns - sent_ns))

@@ -8,7 +8,7 @@ last is written by this version, and all of them are read. Entries are added, ne
 - A new field at the end, with a default: set it in the example, then run the same with the names
   of the longer messages (`request of protocol 2/LoadAdapter record of format 2/LoadAdapter`). The
   old bytes stay.
-- A command that is no longer sent, and whose loss has no effect: remove its entry.
+- A command that is no longer sent, and whose loss has no effect: remove its entry and its report's.
 - Any other change needs a new `PROTOCOL_VERSION` or `FORMAT`, which is part of the new names.
 
 Frames of protocol 1 (`request/LoadAdapter`) are refused by their version.

@@ -16,11 +16,12 @@ from tests.support.simulation.core_bench import CoreBench
 
 def test_losing_the_engine_evicts_all_and_refuses_pending_requests() -> None:
     bench = CoreBench(slots=2)
+    bench.request(LoadAdapter, "d")
     bench.activate("a", "b")
     running, base = bench.generate("a"), bench.generate(None)
     waiting = [
         bench.send(ActivateAdapter, "c"),
-        bench.send(requests.ActivateBatch, ("a", "b")),
+        bench.send(requests.ActivateBatch, ("a", "d")),
         bench.send(records.GenerationRequested, "b"),
     ]
     removal = bench.send(requests.RemoveAdapter, "c", force=True)

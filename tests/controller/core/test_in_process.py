@@ -19,7 +19,6 @@ SUCCESS = {
     commands.WriteSlot: reports.SlotWritten,
     commands.ResetSlot: reports.SlotReset,
     commands.DropWeights: reports.WeightsDropped,
-    commands.SetMapping: reports.MappingSet,
 }
 
 

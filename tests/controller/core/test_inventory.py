@@ -289,23 +289,6 @@ def test_what_an_engine_has_beyond_lower_limits_only_decreases(lower: dict[str, 
     assert all(less <= more for less, more in zip(after, before, strict=True))
 
 
-def test_a_batch_whose_mapping_was_lost_is_sent_again() -> None:
-    bench = CoreBench(slots=2)
-    bench.activate("a", "b")
-    batch = bench.send(requests.ActivateBatch, ("a", "b"))
-    bench.send(LoadAdapter, "c")
-    assert [type(command) for command in bench.channel] == [
-        commands.SetMapping,
-        commands.CheckAdapter,
-    ]
-    del bench.channel[0]
-    bench.transmit(1)
-    # The engine has seen a later operation, so the lost one is not on its way.
-    bench.cut_link(0)
-    bench.settle()
-    assert isinstance(bench.reply(batch), requests.BatchDone)
-
-
 def test_a_running_operation_whose_adapter_is_elsewhere_contradicts_the_log() -> None:
     bench = CoreBench()
     bench.activate("a")

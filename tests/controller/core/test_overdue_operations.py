@@ -148,21 +148,6 @@ def test_a_cancelled_generation_that_does_not_end_is_overdue() -> None:
     assert bench.reply(running).code is ErrorCode.ENGINE_GONE
 
 
-def test_a_batch_that_is_never_mapped_is_overdue() -> None:
-    bench = OverdueBench(commands.SetMapping)
-    bench.activate("a", "b")
-    batch = bench.send(requests.ActivateBatch, ("a", "b"), 30)
-    bench.settle()
-    bench.advance(31)
-    assert bench.reply(batch).code is ErrorCode.ENGINE_GONE
-    for _ in range(2):
-        assert bench.restarts == []
-        bench.advance(TIMEOUT_MS + 1)
-        bench.settle()
-    assert len(bench.restarts) == 1
-    assert not bench.world.pending_requests
-
-
 def running_unknown_operation() -> OverdueBench:
     """Return a bench whose engine runs a generation that the log has lost."""
     bench = OverdueBench(commands.StartGeneration)

@@ -4,9 +4,11 @@ import ast
 
 import pytest
 
-from loradock.controller.core.actions import SendCommand
+from loradock.controller.core.actions import SendCommand, SendReply, SetTimer
 from loradock.controller.core.requests import REQUESTS
-from loradock.messages import commands, records, requests
+from loradock.messages import commands, records
+from loradock.messages.requests import ActivateBatch, BatchDone
+from loradock.messages.views import Placement
 from tests.support.simulation.core_bench import CoreBench
 from tests.support.sources import ROOT
 
@@ -29,7 +31,6 @@ def test_reconcile_alone_makes_operations() -> None:
         (records.GenerationRequested, ("a",)),
         (records.GenerationRequested, (None,)),
         (records.PoolingRequested, ("a", "embed")),
-        (requests.ActivateBatch, (("a",),)),
     ],
 )
 def test_what_needs_no_move_is_sent_with_the_request(kind: type, fields: tuple[object]) -> None:
@@ -40,3 +41,12 @@ def test_what_needs_no_move_is_sent_with_the_request(kind: type, fields: tuple[o
     sent = [action.message for action in actions if isinstance(action, SendCommand)]
     assert len(sent) == 1
     assert isinstance(sent[0], commands.Operation)
+
+
+def test_a_batch_whose_adapters_are_in_slots_is_answered_at_once() -> None:
+    bench = CoreBench(slots=2)
+    bench.activate("a", "b")
+    actions = bench.controller.handle(ActivateBatch("r", ("b", "a", "b")), bench.now + 1)
+    places = [(a.name, a.slot, a.generation) for a in map(bench.adapter, "ba")]
+    done = BatchDone("r", tuple(Placement(*place) for place in places))
+    assert [action for action in actions if not isinstance(action, SetTimer)] == [SendReply(done)]

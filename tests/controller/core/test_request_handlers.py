@@ -347,15 +347,6 @@ def test_holding_and_releasing_are_published_once() -> None:
     assert holds == [events.AdapterHeld("a"), events.AdapterReleased("a")]
 
 
-def test_a_batch_whose_mapping_fails_is_refused_with_the_reason() -> None:
-    bench = CoreBench()
-    bench.activate("a")
-    batch = bench.send(ActivateBatch, ("a",))
-    bench.fail("SetMapping", ErrorCode.DOES_NOT_FIT)
-    assert bench.reply(batch).code is ErrorCode.DOES_NOT_FIT
-    assert not bench.adapter("a").leases
-
-
 def test_a_report_that_does_not_fit_the_state_of_its_adapter_changes_nothing() -> None:
     bench = CoreBench()
     bench.request(LoadAdapter, "a")

@@ -28,13 +28,12 @@ IN_DIGEST = {
     *("engine", "engine_ready", "unknown_operations"),
     *("adapters", "warnings"),
     *("answers", "answers_chain", "operations", "pending_requests", "tiers"),
-    *("batches", "current_batch"),
     *("totals", "past_counters", "base_counters"),
     *("rankings", "policy_failure"),
 }
 DERIVED = {
     *("names", "free_slots", "lru_order", "queues", "demoting", "promoting"),
-    *("held", "deadlines", "deadlines_max", "timer_ns"),
+    *("held", "batches", "current_batch", "deadlines", "deadlines_max", "timer_ns"),
 }
 LABELS = {"wall_offset_ns"}
 
@@ -49,14 +48,12 @@ def test_every_field_of_a_world_is_of_one_kind() -> None:
 
 CHANGES: dict[str, Any] = {
     "epoch": 9,
-    "current_batch": "r",
     "answers_chain": b"r",
     "engine_ready": True,
     "engine": "an engine",
     "unknown_operations": {3: 4},
     "operations": {3: Operation(commands.StopGeneration(3, 2), 1, 0)},
     "pending_requests": {"r": 4},
-    "batches": {"r": None},
     "rankings": {"host": Fifo()},
     "policy_failure": "raised KeyError",
     **dict.fromkeys(("totals", "past_counters", "base_counters"), Counters(hits=1)),

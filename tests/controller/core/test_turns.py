@@ -109,7 +109,7 @@ def test_requests_of_a_preempted_adapter_continue_together() -> None:
     assert set(bench.adapter("a").waiters) == {*running, waiting}
 
 
-def test_batches_and_poolings_are_not_preempted() -> None:
+def test_poolings_are_not_preempted() -> None:
     bench = bench_of()
     pooling = bench.pool("a")
     bench.generate("b")

@@ -31,7 +31,6 @@ FIELDS = {
     cm.ResetSlot: {"slot": 0, "generation": 1},
     cm.PreemptSlot: {"slot": 0, "generation": 1},
     cm.DropWeights: {"adapter_id": 1},
-    cm.SetMapping: {"active": ()},
     cm.StartGeneration: {"request_id": "r", "adapter_id": 1, "slot": 0, "generation": 1},
     cm.StartPooling: {
         "request_id": "r",

@@ -109,15 +109,6 @@ def test_slots_are_refused_before_a_change(
     assert small.state() == before
 
 
-def test_a_mapping_of_another_generation_is_refused(bench: EngineBench) -> None:
-    bench.promote(1, "mlp", GPU_SLOT, slot=2, generation=3)
-    right, stale, empty = cm.SlotRef(2, 3), cm.SlotRef(2, 2), cm.SlotRef(0, 1)
-    assert bench.do(cm.SetMapping, active=(right,)) == rp.MappingSet(bench.op)
-    assert bench.do(cm.SetMapping, active=()) == rp.MappingSet(bench.op)
-    for wrong in (stale, empty):
-        failure(bench.do(cm.SetMapping, active=(right, wrong)), ErrorCode.NOT_RESIDENT)
-
-
 def test_a_prefix_is_reused_by_the_fingerprint_of_an_adapter(bench: EngineBench) -> None:
     """Also after the adapter was in another slot, and never by another adapter in its slot."""
     prompt = tuple(range(40))

@@ -118,7 +118,7 @@ class RunningEngine:
             ),
             engine=EngineOptions(device="cpu"),
             parent_pid=self.parent.pid if self.parent else None,
-            engine_id="a" * 32,
+            launch_id="a" * 32,
         )
         self.popen = subprocess.Popen(
             engine_command(process),
@@ -191,7 +191,7 @@ def test_the_statistics_follow_each_inventory_before_anything_else(attached: Con
         attached.send(cm.RequestInventory(0))
         attached.attach()
         start = len(attached.received)
-        attached.do(cm.SetMapping, active=())
+        attached.do(cm.DropWeights, adapter_id=9)
         beat = attached.received[start].message
         assert isinstance(beat, rp.EngineBeat)
         assert beat.statistics.kernels
@@ -218,7 +218,6 @@ def test_commands_are_executed_and_their_reports_are_numbered(attached: Controll
         (cm.LoadWeights, source | {"fingerprint": checked.fingerprint}),
         (cm.StageWeights, {"adapter_id": 1}),
         (cm.WriteSlot, {"adapter_id": 1, "slot": 2, "generation": 1}),
-        (cm.SetMapping, {"active": (cm.SlotRef(2, 1),)}),
     ]:
         assert not isinstance(attached.do(kind, **fields), rp.OperationFailed)
     generated = attached.do(
@@ -231,7 +230,7 @@ def test_commands_are_executed_and_their_reports_are_numbered(attached: Controll
     tokens = [f.message for f in frames if isinstance(f.message, requests.TokensStreamed)]
     assert sum(len(report.tokens) for report in tokens) == generated.output_tokens
     numbered = [f.seq for f in frames if hasattr(f.message, "op")]
-    assert numbered == list(range(seq + 1, seq + 8))
+    assert numbered == list(range(seq + 1, seq + 7))
     assert {frame.epoch for frame in frames} == {1}
 
 
@@ -246,7 +245,7 @@ def test_malformed_frames_are_ignored(attached: Controller) -> None:
         attached.send_raw(random.randbytes(random.randrange(40)))
         at = random.randrange(4, len(good))
         attached.send_raw(good[:at])
-    assert isinstance(attached.do(cm.SetMapping, active=()), rp.MappingSet)
+    assert isinstance(attached.do(cm.DropWeights, adapter_id=9), rp.OperationFailed)
 
 
 def test_unacknowledged_reports_are_sent_again_in_order_before_the_inventory(
@@ -257,7 +256,7 @@ def test_unacknowledged_reports_are_sent_again_in_order_before_the_inventory(
     attached.send(cm.RequestInventory(last))
     attached.attach()
     for _ in range(4):
-        attached.do(cm.SetMapping, active=())
+        attached.do(cm.DropWeights, adapter_id=9)
     attached.send(cm.ControllerBeat(last + 1))
     for acknowledged in (0, last + 2):
         attached.send(cm.RequestInventory(acknowledged))
@@ -273,7 +272,7 @@ def test_the_engine_outlives_its_controller(start: Callable[[bool], RunningEngin
     engine = start(True)
     first = Controller(engine.path, epoch=5)
     first.attach()
-    first.do(cm.SetMapping, active=())
+    first.do(cm.DropWeights, adapter_id=9)
     op = first.start_generation("survivor", max_tokens=120)
     first.until(lambda report: isinstance(report, requests.TokensStreamed))
     # Ctrl-C in the terminal reaches the engine too; its supervisor decides.

@@ -28,7 +28,6 @@ _OF_ADAPTER = (
 _ON_DEVICE = (
     commands.WriteSlot,
     commands.ResetSlot,
-    commands.SetMapping,
 )
 _WRITES = (commands.WriteSlot,)
 _RESETS = (commands.ResetSlot, commands.PreemptSlot)
@@ -173,10 +172,6 @@ class SimulatedEngine:
                 is_generation = isinstance(other.command, commands.StartGeneration)
                 assert is_generation, f"{command} under {other.command}"
 
-    def _begin_mapping(self, command: commands.SetMapping, operation: RunningOperation) -> None:
-        for ref in command.active:
-            self._require_free(self.in_slot(ref.slot, ref.generation).adapter_id)
-
     def _begin_inference(
         self, command: commands.StartInference, operation: RunningOperation
     ) -> None:
@@ -263,11 +258,6 @@ class SimulatedEngine:
         del self.adapters[command.adapter_id]
         return reports.WeightsDropped(command.op)
 
-    def _end_mapping(self, command: commands.SetMapping, operation: RunningOperation) -> Any:
-        for ref in command.active:
-            self.in_slot(ref.slot, ref.generation)
-        return reports.MappingSet(command.op)
-
     def _end_inference(self, command: commands.StartInference, operation: RunningOperation) -> Any:
         if command.adapter_id and not operation.suspended:
             adapter = self.in_slot(command.slot, command.generation)
@@ -332,8 +322,6 @@ def _uses(operation: RunningOperation, slot: int) -> bool:
     command = operation.command
     if operation.suspended:
         return False
-    if isinstance(command, commands.SetMapping):
-        return any(ref.slot == slot for ref in command.active)
     return isinstance(command, commands.StartInference) and command.slot == slot
 
 
@@ -346,7 +334,6 @@ _BEGIN: dict[type, Any] = {
     commands.ResetSlot: SimulatedEngine._begin_reset,
     commands.PreemptSlot: SimulatedEngine._begin_preemption,
     commands.DropWeights: SimulatedEngine._begin_drop,
-    commands.SetMapping: SimulatedEngine._begin_mapping,
     commands.StartGeneration: SimulatedEngine._begin_inference,
     commands.StartPooling: SimulatedEngine._begin_inference,
 }
@@ -360,7 +347,6 @@ _END: dict[type, Any] = {
     commands.ResetSlot: SimulatedEngine._end_reset,
     commands.PreemptSlot: SimulatedEngine._end_preemption,
     commands.DropWeights: SimulatedEngine._end_drop,
-    commands.SetMapping: SimulatedEngine._end_mapping,
     commands.StartGeneration: SimulatedEngine._end_inference,
     commands.StartPooling: SimulatedEngine._end_inference,
 }

@@ -232,7 +232,6 @@ EXAMPLES: dict[type, Any] = {
         commands.WriteSlot(5, 5, 3, 9),
         commands.ResetSlot(6, 3, 9),
         commands.DropWeights(7, 5),
-        commands.SetMapping(8, (commands.SlotRef(3, 9), commands.SlotRef(-1, 0))),
         commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING, -1, _TRACE, _CLIENT),
         commands.StartPooling(
             *(11, "r-17", 5, 3, 9, "classify", _INPUTS, _TRACE, _TRUNCATION, 256, _CLIENT)
@@ -249,7 +248,6 @@ EXAMPLES: dict[type, Any] = {
         reports.SlotWritten(5),
         reports.SlotReset(6),
         reports.WeightsDropped(7),
-        reports.MappingSet(8),
         reports.GenerationEnded(9, "stop", 5, 64, 4, 31_000_000),
         reports.PoolingEnded(11, 2, 9),
         reports.OperationFailed(2, ErrorCode.NOT_FOUND, "no adapter_config.json", _DETAILS),

@@ -37,7 +37,7 @@ class Oracle:
         self.numbers: dict[str, int] = {}
         self.removed_at: dict[str, int] = {}
         self.events_seq = 0
-        # What each generation and batch was bound to when it was first sent.
+        # What each inference was bound to when it was first sent.
         self.bound: dict[int, list[SlotContent]] = {}
         # The operations of generations that have no slot now.
         self.suspended: set[int] = set()
@@ -79,6 +79,10 @@ class Oracle:
         elif isinstance(request, requests.ActivateBatch):
             names = tuple(dict.fromkeys(request.adapters))
             assert tuple(placement.adapter for placement in reply.placements) == names
+            for placement in reply.placements:
+                adapter = self._in_slot(placement.slot)
+                assert adapter.name == placement.adapter
+                assert (adapter.state, adapter.generation) == ("gpu-slot", placement.generation)
         elif isinstance(request, requests.HoldAdapter):
             assert request.adapter == reply.adapter
             assert request.adapter in self.holds
@@ -111,8 +115,6 @@ class Oracle:
                 self._bind_again(command)
             case commands.StartGeneration() | commands.StartPooling():
                 self._bind_inference(command)
-            case commands.SetMapping():
-                self._bind_batch(command)
 
     def _check_leaving(self, command: commands.ResetSlot | commands.PreemptSlot) -> None:
         adapter = self._in_slot(command.slot)
@@ -147,15 +149,6 @@ class Oracle:
         if request.adapter is not None:
             slots.append(self._slot_content(command, request.adapter, command))
             assert self._in_slot(command.slot).id == command.adapter_id
-        assert self.bound.setdefault(command.op, slots) == slots
-
-    def _bind_batch(self, command: commands.SetMapping) -> None:
-        request = self.requests[self.world.operations[command.op].request_id]
-        names = tuple(dict.fromkeys(request.adapters))
-        slots = [
-            self._slot_content(command, name, ref)
-            for name, ref in zip(names, command.active, strict=True)
-        ]
         assert self.bound.setdefault(command.op, slots) == slots
 
     def _slot_content(self, command: Any, name: str, ref: Any) -> SlotContent:

@@ -159,7 +159,6 @@ DONE: dict[type, Callable[[Any], reports.OperationReport]] = {
     commands.WriteSlot: lambda c: reports.SlotWritten(c.op),
     commands.ResetSlot: lambda c: reports.SlotReset(c.op),
     commands.DropWeights: lambda c: reports.WeightsDropped(c.op),
-    commands.SetMapping: lambda c: reports.MappingSet(c.op),
     commands.StartGeneration: lambda c: reports.GenerationEnded(c.op, "length", 3, 2),
     commands.StartPooling: lambda c: reports.PoolingEnded(c.op, len(c.inputs), 3),
 }
