@@ -172,9 +172,9 @@ class Context:
         """Return the time since the adapter's operation was sent, or since it waits for room."""
         return self.world.time_ns - adapter.step_since_ns
 
-    def count_duration(self, adapter: Adapter, command: type) -> None:
+    def count_duration(self, adapter: Adapter, kind: str) -> None:
         """Count how long an operation towards a slot took."""
-        name = DURATION_OF.get(command)
+        name = DURATION_OF.get(kind)
         if name is not None:
             self.count(adapter, name, self.step_ns(adapter))
 

@@ -8,7 +8,6 @@ from typing import Final, TypeVar
 
 from msgspec import Struct
 
-from loradock.messages import commands
 from loradock.messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
 from loradock.messages.views import CounterFields
 
@@ -69,10 +68,10 @@ COUNTS_OF_TRANSITION: Final[dict[tuple[AdapterState, AdapterState], tuple[str, .
 }
 """The tiers that an adapter enters or leaves by a transition."""
 
-DURATION_OF: Final[dict[type, str]] = {
-    commands.CheckAdapter: "check_ns",
-    commands.LoadWeights: "load_ns",
-    commands.StageWeights: "stage_ns",
-    commands.WriteSlot: "write_ns",
+DURATION_OF: Final = {
+    "CheckAdapter": "check_ns",
+    "LoadWeights": "load_ns",
+    "StageWeights": "stage_ns",
+    "WriteSlot": "write_ns",
 }
 """The field with the duration of the operations of a kind."""

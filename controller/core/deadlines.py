@@ -56,8 +56,8 @@ def _expire_operation(context: Context, op: OpId) -> None:
         engine.abandon(context, _overdue_reason(context, op, operation))
         return
     operation.overdue = True
-    name, kind = _adapter_name(context, operation), type(operation.command).__name__
-    context.publish(events.OperationOverdue(op, kind, name))
+    name = _adapter_name(context, operation)
+    context.publish(events.OperationOverdue(op, operation.kind, name))
     if operation.adapter_id:
         _refuse_waiters(context, operation)
     context.bound_operation(op)
@@ -65,16 +65,16 @@ def _expire_operation(context: Context, op: OpId) -> None:
 
 
 def _adapter_name(context: Context, operation: Operation) -> str:
-    """Return the name of the adapter that an operation is of; empty if of none or of several."""
+    """Return the name of the adapter that an operation is of; empty for the base model."""
     world = context.world
     adapters: tuple[AdapterId, ...] = (operation.adapter_id,)
     if operation.request_id:
         adapters = world.pending_requests[operation.request_id].adapters
-    return world.adapters[adapters[0]].name if len(adapters) == 1 else ""
+    return world.adapters[adapters[0]].name if adapters else ""
 
 
 def _overdue_reason(context: Context, op: OpId, operation: Operation) -> str:
-    name, kind = _adapter_name(context, operation), type(operation.command).__name__
+    name, kind = _adapter_name(context, operation), operation.kind
     return (
         f"operation {op} ({kind}{f' of adapter {name!r}' if name else ''}) did not end within "
         f"twice {context.limits.operation_timeout_ms} ms"
@@ -83,9 +83,8 @@ def _overdue_reason(context: Context, op: OpId, operation: Operation) -> str:
 
 def _refuse_waiters(context: Context, operation: Operation) -> None:
     adapter = context.world.adapters[operation.adapter_id]
-    kind = type(operation.command).__name__
     late = (
-        f"the engine did not report on {kind} of adapter {adapter.name!r} within "
+        f"the engine did not report on {operation.kind} of adapter {adapter.name!r} within "
         f"{context.limits.operation_timeout_ms} ms"
     )
     for downward in (False, True):

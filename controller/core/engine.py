@@ -139,13 +139,8 @@ def on_inventory(context: Context, inventory: EngineInventory) -> None:
     world.engine_ready = True
     # Which adapters wait for room follows from the corrected states; all are reconciled below.
     context.clear_queues()
-    open_operations = list(world.operations.items())
-    _discard_lost(context, inventory, open_operations)
+    _discard_lost(context, inventory)
     correct(context, inventory)
-    for op, operation in open_operations:
-        if op > inventory.last_op:
-            # The engine has not received it, and will refuse an earlier copy that is late.
-            context.actions.append(SendCommand(operation.command))
     _resend_stops(context)
     _reconcile_all(context)
 
@@ -187,15 +182,11 @@ def _stop_unknown(context: Context, unknown: list[OpId]) -> None:
         context.actions.append(SendCommand(commands.StopGeneration(context.next_op(), op)))
 
 
-def _discard_lost(
-    context: Context,
-    inventory: EngineInventory,
-    operations: list[tuple[OpId, Operation]],
-) -> None:
-    # Unacknowledged reports arrived before the inventory. So an operation that is not after the
-    # engine's last, does not run and is still open was lost in transit. A new one replaces it.
+def _discard_lost(context: Context, inventory: EngineInventory) -> None:
+    # Unacknowledged reports arrived before the inventory, and no command was sent after its
+    # request. So an operation that is open and does not run was lost. A new one replaces it.
     kept = {op for op, _ in surviving(context.world, inventory)}
-    for op, operation in operations:
+    for op, operation in tuple(context.world.operations.items()):
         if op not in kept:
             del context.world.operations[op]
             discard_operation(context, operation)
@@ -324,10 +315,10 @@ def _contradicts_itself(inventory: EngineInventory) -> str | None:
 
 
 def surviving(world: World, inventory: EngineInventory) -> Iterator[tuple[OpId, Operation]]:
-    """Yield the operations that the engine runs, or has not received yet."""
+    """Yield the operations that the engine runs."""
     running = set(inventory.running)
     for op, operation in world.operations.items():
-        if op in running or op > inventory.last_op:
+        if op in running:
             yield op, operation
 
 

@@ -124,7 +124,10 @@ class InProcessController:
     def _perform(self, action: Action) -> None:
         match action:
             case SendCommand(message):
-                self._inputs.extend(self._execute(message))
+                # As on the link to an engine, no command is sent before an inventory that was
+                # requested is handled: the core sends what it lacks.
+                if not any(isinstance(one, reports.EngineInventory) for one in self._inputs):
+                    self._inputs.extend(self._execute(message))
             case SendReply(message):
                 self._replies[message.request_id] = message
             case PublishEvent(message):

@@ -14,7 +14,6 @@ from loradock.controller.core.indexes import TIERS, TierName
 from loradock.controller.core.limits import Limits, window_bounds
 from loradock.controller.core.world import NO_PRIORITY, RESIDENT, STATES_HOLDING, Adapter, World
 from loradock.controller.states.table import RESIDENCY_LEVEL
-from loradock.messages import commands
 from loradock.messages.ids import (
     CPU_CACHED,
     EVICTED,
@@ -99,7 +98,7 @@ def _check_slots(world: World, limits: Limits) -> None:
     free = sorted({*range(limits.max_loras)} - {*taken.values()})
     _require(sorted(world.free_slots) == free, f"free slots {world.free_slots} are not {free}")
     for adapter in world.adapters.values():
-        writing = _command_type(world, adapter) is commands.WriteSlot
+        writing = _kind_of_operation(world, adapter) == "WriteSlot"
         in_slot = adapter.state == GPU_SLOT or writing
         _require(in_slot == (adapter.slot != NO_SLOT), f"{adapter} and its slot differ")
     generations = [world.adapters[adapter_id].generation for adapter_id in taken]
@@ -107,20 +106,19 @@ def _check_slots(world: World, limits: Limits) -> None:
     _require(max(generations, default=0) < world.next_generation, "a generation is used again")
 
 
-def _command_type(world: World, adapter: Adapter) -> type | None:
-    operation = world.operations.get(adapter.op)
-    return None if operation is None else type(operation.command)
+def _kind_of_operation(world: World, adapter: Adapter) -> str:
+    return world.operations[adapter.op].kind if adapter.op in world.operations else ""
 
 
 def _expected_usage(world: World, adapter: Adapter) -> tuple[bool, bool, bool, bool]:
     """Return whether it counts on the host and for pageable, pinned and device memory."""
-    kind = _command_type(world, adapter)
+    kind = _kind_of_operation(world, adapter)
     loaded, staged = adapter.state == CPU_CACHED, adapter.state in (PINNED, GPU_SLOT)
     return (
-        adapter.state in RESIDENT or kind is commands.LoadWeights,
-        loaded or kind in (commands.LoadWeights, commands.UnstageWeights),
-        staged or kind is commands.StageWeights,
-        adapter.state == GPU_SLOT or kind is commands.WriteSlot,
+        adapter.state in RESIDENT or kind == "LoadWeights",
+        loaded or kind in ("LoadWeights", "UnstageWeights"),
+        staged or kind == "StageWeights",
+        adapter.state == GPU_SLOT or kind == "WriteSlot",
     )
 
 
@@ -235,8 +233,7 @@ def _check_suspended(world: World) -> None:
         _require(not (suspended and adapter.leases), f"{adapter} runs some and suspends others")
         for request_id, since in suspended.items():
             pending = world.pending_requests[request_id]
-            command = world.operations[pending.op].command
-            is_generation = isinstance(command, commands.StartGeneration)
+            is_generation = world.operations[pending.op].kind == "StartGeneration"
             _require(is_generation, f"{request_id} is suspended and no generation")
             _require(pending.adapters == (adapter.id,), f"{request_id} waits for {adapter}")
             is_due = pending.arrived_seq < since <= world.seq + len(world.adapters)
@@ -307,10 +304,10 @@ def _check_queues(world: World) -> None:
     _require(queued == 0 or world.engine_ready, "a queue without an engine")
 
 
-_RESERVING: Final[dict[type, TierName]] = {
-    commands.LoadWeights: "host",
-    commands.StageWeights: "pinned",
-    commands.WriteSlot: "device",
+_RESERVING: Final[dict[str, TierName]] = {
+    "LoadWeights": "host",
+    "StageWeights": "pinned",
+    "WriteSlot": "device",
 }
 _ENTRIES: Final[dict[TierName, tuple[str, str]]] = {
     "host": ("loads", "unloads"),
@@ -329,7 +326,7 @@ def _check_counters(world: World) -> None:
     ]
     expected = tuple(map(sum, zip(*map(astuple, all_counters), strict=True)))
     _require(astuple(totals) == expected, f"{totals} are not the sums {Counters(*expected)}")
-    reserved = Counter(_RESERVING.get(type(o.command)) for o in world.operations.values())
+    reserved = Counter(_RESERVING.get(o.kind) for o in world.operations.values())
     for tier, (entered, left) in _ENTRIES.items():
         inside, count = getattr(totals, entered) - getattr(totals, left), world.tiers[tier].count
         is_equal = inside + reserved[tier] == count

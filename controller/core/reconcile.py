@@ -386,7 +386,7 @@ _STEPS: Final[dict[Step, Callable[[Context, Adapter], None]]] = {
 def _issue(context: Context, command: commands.Operation, adapter: Adapter) -> None:
     """Send the operation that moves an adapter, and store it until its report."""
     world, op = context.world, command.op
-    world.operations[op] = Operation(command, adapter.id, 0)
+    world.operations[op] = Operation(type(command).__name__, adapter.id, 0)
     context.bound_operation(op)
     adapter.op = op
     adapter.step_since_ns = world.time_ns
@@ -399,7 +399,7 @@ def _issue_for(
 ) -> None:
     """Send the operation that a request waits for; the request's deadline bounds it."""
     op = command.op
-    context.world.operations[op] = Operation(command, 0, 0, request_id)
+    context.world.operations[op] = Operation(type(command).__name__, 0, 0, request_id)
     pending.op = op
     context.actions.append(SendCommand(command))
 

@@ -21,33 +21,28 @@ from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import UNREGISTERED, RequestId
 from loradock.messages.views import PoolingTask
 
-SUCCESS_OF: Final[dict[type, type]] = {
-    commands.CheckAdapter: reports.AdapterChecked,
-    commands.LoadWeights: reports.WeightsLoaded,
-    commands.StageWeights: reports.WeightsStaged,
-    commands.UnstageWeights: reports.WeightsUnstaged,
-    commands.WriteSlot: reports.SlotWritten,
-    commands.ResetSlot: reports.SlotReset,
-    commands.PreemptSlot: reports.SlotReset,
-    commands.DropWeights: reports.WeightsDropped,
-    commands.StartGeneration: reports.GenerationEnded,
-    commands.StartPooling: reports.PoolingEnded,
+SUCCESS_OF: Final[dict[str, type]] = {
+    "CheckAdapter": reports.AdapterChecked,
+    "LoadWeights": reports.WeightsLoaded,
+    "StageWeights": reports.WeightsStaged,
+    "UnstageWeights": reports.WeightsUnstaged,
+    "WriteSlot": reports.SlotWritten,
+    "ResetSlot": reports.SlotReset,
+    "PreemptSlot": reports.SlotReset,
+    "DropWeights": reports.WeightsDropped,
+    "StartGeneration": reports.GenerationEnded,
+    "StartPooling": reports.PoolingEnded,
 }
 """The report that each operation ends with when it succeeds."""
 
-RESERVED_BY: Final[dict[type, TierName]] = {
-    commands.LoadWeights: "host",
-    commands.StageWeights: "pinned",
-    commands.WriteSlot: "device",
+RESERVED_BY: Final[dict[str, TierName]] = {
+    "LoadWeights": "host",
+    "StageWeights": "pinned",
+    "WriteSlot": "device",
 }
 """The tier that an operation entered when it was sent."""
 
-DEMOTIONS: Final = (
-    commands.ResetSlot,
-    commands.PreemptSlot,
-    commands.UnstageWeights,
-    commands.DropWeights,
-)
+DEMOTIONS: Final = ("ResetSlot", "PreemptSlot", "UnstageWeights", "DropWeights")
 
 
 def on_report(context: Context, report: Any) -> None:
@@ -57,9 +52,9 @@ def on_report(context: Context, report: Any) -> None:
     if operation is None:
         _end_unknown_operation(context, report.op)
         return
-    kind, command = type(report), type(operation.command)
-    if kind is not SUCCESS_OF[command] and kind is not reports.OperationFailed:
-        _refuse(context, report, f"{command.__name__} is not ended by {kind.__name__}")
+    kind = type(report)
+    if kind is not SUCCESS_OF[operation.kind] and kind is not reports.OperationFailed:
+        _refuse(context, report, f"{operation.kind} is not ended by {kind.__name__}")
     elif operation.request_id:
         del world.operations[report.op]
         _ON_REQUEST_REPORT[kind](context, operation, report)
@@ -96,7 +91,7 @@ def _move_adapter(context: Context, operation: Operation, report: Any) -> None:
     context.mark_changed(adapter)
     context.dirty_adapters[adapter.id] = None
     if kind is not reports.OperationFailed:
-        context.count_duration(adapter, type(operation.command))
+        context.count_duration(adapter, operation.kind)
     if on_transition is not None:
         on_transition(context, adapter)
     elif kind is reports.AdapterChecked:
@@ -200,7 +195,7 @@ def _on_failed(
     _refund_reservation(context, adapter, operation)
     context.count(adapter, "failures")
     context.publish(events.AdapterFailed(adapter.name, adapter.state, report.code, report.message))
-    if isinstance(operation.command, DEMOTIONS):
+    if operation.kind in DEMOTIONS:
         _abandon_demotion(context, adapter, report)
     else:
         abandon_goal(context, adapter, report.code, report.message)
@@ -219,10 +214,10 @@ def _abandon_demotion(context: Context, adapter: Adapter, report: reports.Operat
 
 def _refund_reservation(context: Context, adapter: Adapter, operation: Operation) -> None:
     """Free what an operation that ends without success had reserved."""
-    tier = RESERVED_BY.get(type(operation.command))
+    tier = RESERVED_BY.get(operation.kind)
     if tier is not None:
         capacity.leave(context, adapter, tier)
-    elif isinstance(operation.command, commands.UnstageWeights):
+    elif operation.kind == "UnstageWeights":
         capacity.refund(context, adapter, "host")
 
 

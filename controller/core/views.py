@@ -16,7 +16,6 @@ from loradock.controller.core.controller import Controller
 from loradock.controller.core.counters import TIME_IN
 from loradock.controller.core.world import INFERENCE, Adapter, World
 from loradock.messages import requests
-from loradock.messages.commands import PreemptSlot
 from loradock.messages.errors import ErrorCode
 from loradock.messages.ids import GPU_SLOT, NO_SLOT, AdapterId, OpId
 from loradock.messages.views import AdapterCounters, AdapterUse, AdapterView, TierView
@@ -244,8 +243,8 @@ def _is_ready(world: World, adapter: Adapter) -> bool:
 
     It does not during a write or a reset. An ordered preemption waits for the end of the turn.
     """
-    command = world.operations[adapter.op].command if adapter.op else None
-    return adapter.state == GPU_SLOT and (command is None or isinstance(command, PreemptSlot))
+    kind = world.operations[adapter.op].kind if adapter.op else "PreemptSlot"
+    return adapter.state == GPU_SLOT and kind == "PreemptSlot"
 
 
 def _tiers(world: World) -> tuple[TierView, ...]:

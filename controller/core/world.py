@@ -19,8 +19,6 @@ from loradock.controller.core.indexes import TIERS, DigestDict, LruOrder, TierNa
 from loradock.controller.core.limits import Limits, window_bounds
 from loradock.controller.core.rankings import Ranking
 from loradock.controller.states.table import RESIDENCY_LEVEL
-from loradock.messages.commands import Operation as OperationCommand
-from loradock.messages.commands import PreemptSlot, StartGeneration, StartPooling
 from loradock.messages.ids import (
     CPU_CACHED,
     EVICTED,
@@ -34,7 +32,6 @@ from loradock.messages.ids import (
     RequestId,
     Seq,
 )
-from loradock.messages.prompts import Sampling
 from loradock.messages.views import Warnings
 
 InferenceKind = Literal["generate", "embed", "classify"]
@@ -111,14 +108,6 @@ PREFETCH_PRIORITY: Final = NO_PRIORITY - 1
 """The priority of an adapter that moves ahead of its use: after every adapter with requests."""
 DEADLINES_MIN: Final = 1024
 
-_PRIVATE_FIELDS: Final[dict[type, tuple[int, tuple[object, ...]]]] = {
-    StartGeneration: (5, ("", msgspec.structs.astuple(Sampling())[:19], 0, "")),
-    StartPooling: (6, ((), "")),
-    PreemptSlot: (3, ()),
-}
-"""Commands with fields that decide nothing in the core: the number of the first ones, which do, and
-what digests have for the others, so that further fields change no digest."""
-
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -194,14 +183,14 @@ class Adapter(Struct, array_like=True, gc=False):
 
 @fast_assignment
 class Operation(Struct, array_like=True, gc=False):
-    """One command that the engine has not reported on.
+    """One command that the engine has not reported on; `kind` is the command's name.
 
     It moves `adapter_id`; if that is 0, it serves the request `request_id`. `deadline_ns` is 0
     as long as the request's own deadline bounds it. When it is `overdue`, the engine is lost at the
     next deadline.
     """
 
-    command: OperationCommand
+    kind: str
     adapter_id: AdapterId
     deadline_ns: int
     request_id: str = ""
@@ -261,16 +250,6 @@ class Tier(Struct, array_like=True, gc=False):
     size_bytes: int = 0
     count_max: int = 0
     size_bytes_max: int = 0
-
-
-def _logged_operation(operation: Operation) -> Operation | tuple[object, ...]:
-    """Return what digests have of an operation: its command with the core's own fields alone."""
-    command = operation.command
-    if type(command) not in _PRIVATE_FIELDS:
-        return operation
-    count, others = _PRIVATE_FIELDS[type(command)]
-    own = msgspec.structs.astuple(command)[:count]
-    return ((type(command).__name__, *own, *others), *msgspec.structs.astuple(operation)[1:])
 
 
 class World:
@@ -473,7 +452,6 @@ class World:
         )
 
     def _digest(self, sums: list[int], rankings: list[tuple[TierName, object]]) -> str:
-        operations = [(op, _logged_operation(one)) for op, one in self.operations.items()]
         state = (
             [str(value) for value in sums],
             (self.seq, self.time_ns, self.epoch, self.events_seq, self.lru_counter),
@@ -483,7 +461,7 @@ class World:
             (self.engine, self.engine_ready, list(self.unknown_operations.items())),
             [self.tiers[tier] for tier in TIERS],
             [self.queues.by_tier[tier] for tier in TIERS],
-            (operations, list(self.pending_requests.items())),
+            (list(self.operations.items()), list(self.pending_requests.items())),
             (rankings, self.policy_failure),
         )
         return xxhash.xxh3_128_hexdigest(_encode(state))

@@ -83,6 +83,22 @@ def test_a_victim_of_pinned_room_is_dropped_without_pageable_room() -> None:
     assert [bench.state(name) for name in ("a", "b", "c")] == ["evicted", "pinned", "pinned"]
 
 
+def test_an_unstaging_that_fails_frees_what_it_reserved() -> None:
+    bench = CoreBench(slots=1, pinned_bytes_max=25)
+    for name in ("a", "b"):
+        bench.request(StageAdapter, name)
+    bench.send(StageAdapter, "c")
+    # Its check and its load.
+    bench.finish("c")
+    bench.finish("c")
+    assert bench.world.tiers["host"].size_bytes == 20
+    bench.fail("UnstageWeights", ErrorCode.DOES_NOT_FIT)
+    assert bench.world.tiers["host"].size_bytes == 20
+    assert (bench.adapter("a").host_bytes, bench.adapter("b").host_bytes) == (0, 10)
+    bench.settle()
+    assert [bench.state(name) for name in ("a", "b", "c")] == ["pinned", "cpu-cached", "pinned"]
+
+
 def test_an_adapter_larger_than_a_budget_is_refused_with_numbers_and_evicts_none() -> None:
     for tier in ("host", "pinned", "device"):
         bench = CoreBench(slots=2, **{f"{tier}_bytes_max": 25})

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
+from msgspec import structs
 
 from loradock.controller.core import deadlines
 from loradock.controller.core.context import Refusal
@@ -132,6 +133,18 @@ def test_time_passes_to_the_end_of_a_backoff() -> None:
     assert waited_ms == Limits().retry_backoff_ms
 
 
+def test_no_command_is_sent_before_a_requested_inventory_is_handled() -> None:
+    """The order to another victim follows from the failure of the first, as the request for it."""
+    bench = InProcessBench(2, 3, "lru")
+    bench.activate("a", "b")
+    bench.failing, bench.done = [commands.ResetSlot], []
+    bench.activate("c")
+    kinds = [type(command) for command in bench.done if not isinstance(command, commands.WriteSlot)]
+    assert kinds.count(commands.ResetSlot) == 2
+    assert kinds.index(commands.RequestInventory) == kinds.index(commands.ResetSlot) + 1
+    assert bench.states() == {"a": GPU_SLOT, "b": PINNED, "c": GPU_SLOT}
+
+
 def test_the_least_recently_used_is_resident_and_not_held() -> None:
     bench = InProcessBench(2, 4, "none")
     assert bench.core.least_recently_used() is None
@@ -193,13 +206,19 @@ def test_an_adapter_is_found_once_it_was_loaded() -> None:
 
 def test_an_engine_that_does_not_complete_a_command_is_an_error() -> None:
     execute = InProcessBench(2, 2, "lru").execute
+    empty, running = reports.EngineInventory("e", 0, "", 2, 1 << 30), []
 
-    def omits_loads(command: commands.Command) -> Iterable[reports.LoggedReport]:
-        return [] if isinstance(command, commands.LoadWeights) else execute(command)
+    def never_loads(command: commands.Command) -> Iterable[reports.LoggedReport]:
+        if isinstance(command, commands.LoadWeights):
+            running.append(command.op)
+            return []
+        if isinstance(command, commands.RequestInventory):
+            return [structs.replace(empty, last_op=running[-1], running=tuple(running))]
+        return execute(command)
 
     limits = Limits(max_loras=2, max_cpu_loras=2, operation_timeout_ms=1)
-    core = InProcessController(limits, "lru", omits_loads)
-    core.attach(reports.EngineInventory("e", 0, "", 2, 1 << 30))
+    core = InProcessController(limits, "lru", never_loads)
+    core.attach(empty)
     with pytest.raises(Refusal, match="did not report on LoadWeights"):
         core.request(requests.LoadAdapter, "a")
     # It is lost with the second deadline of the operation.

@@ -5,11 +5,13 @@ import ast
 import pytest
 
 from loradock.controller.core.actions import SendCommand, SendReply, SetTimer
+from loradock.controller.core.reports import SUCCESS_OF
 from loradock.controller.core.requests import REQUESTS
 from loradock.messages import commands, records
 from loradock.messages.requests import ActivateBatch, BatchDone
 from loradock.messages.views import Placement
 from tests.support.simulation.core_bench import CoreBench
+from tests.support.simulation.message_examples import members
 from tests.support.sources import ROOT
 
 
@@ -23,6 +25,10 @@ def test_reconcile_alone_makes_operations() -> None:
         and node.func.id == "Operation"
     }
     assert making == {"reconcile.py"}
+
+
+def test_each_operation_has_its_report() -> None:
+    assert set(SUCCESS_OF) == {kind.__name__ for kind in members(commands.Operation)}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from loradock.controller.core.views import show_adapter
 from loradock.controller.core.world import Adapter
-from loradock.messages import commands, events, records
+from loradock.messages import events, records
 from loradock.messages import requests as rq
 from loradock.messages.errors import ErrorCode
 from tests.support.simulation.core_bench import CoreBench
@@ -189,9 +189,7 @@ def test_a_failed_write_refuses_them_and_ends_the_adapter() -> None:
     bench, running = busy()
     waiting, removal, _ = removed_while_waiting(bench)
     bench.engine.complete(bench.world.pending_requests[running].op)  # type: ignore[union-attr]
-    while not any(
-        isinstance(o.command, commands.WriteSlot) for o in bench.world.operations.values()
-    ):
+    while not any(one.kind == "WriteSlot" for one in bench.world.operations.values()):
         bench.transmit(10)
         bench.complete_moves()
         bench.deliver(1)

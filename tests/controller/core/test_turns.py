@@ -357,8 +357,9 @@ def end_turn(bench: CoreBench) -> None:
 
 def orders(bench: CoreBench) -> list[commands.PreemptSlot]:
     """Return the orders to leave a slot that have not ended."""
-    running = [operation.command for operation in bench.world.operations.values()]
-    return [one for one in running if isinstance(one, commands.PreemptSlot)]
+    assert bench.engine is not None
+    sent = [*(work.command for work in bench.engine.running.values()), *bench.channel]
+    return [one for one in sent if isinstance(one, commands.PreemptSlot)]
 
 
 def test_an_adapter_is_ordered_to_leave_as_soon_as_another_waits() -> None:

@@ -126,7 +126,7 @@ class Oracle:
                 leased = [(slot, generation) for slot, generation, _ in self.bound.get(op, [])]
                 if (command.slot, command.generation) in leased:
                     assert isinstance(command, commands.PreemptSlot), f"{command} under {op}"
-                    assert isinstance(operation.command, commands.StartGeneration)
+                    assert operation.kind == "StartGeneration"
                     self.suspended.add(op)
 
     def _bind_again(self, command: commands.WriteSlot) -> None:
@@ -134,9 +134,9 @@ class Oracle:
         adapter = self.world.adapters[command.adapter_id]
         assert (adapter.slot, adapter.generation) == (command.slot, command.generation)
         for op in sorted(self.suspended & self.world.operations.keys()):
-            operation = self.world.operations[op]
+            request_id = self.world.operations[op].request_id
             [(_, _, fingerprint)] = self.bound[op]
-            if operation.command.adapter_id == command.adapter_id:
+            if self.world.pending_requests[request_id].adapters == (command.adapter_id,):
                 assert adapter.fingerprint == fingerprint, f"{command} continues on other content"
                 self.bound[op] = [(command.slot, command.generation, fingerprint)]
                 self.suspended.discard(op)
