@@ -93,7 +93,7 @@ def measure(name: str, cell: Cell, flush: torch.Tensor, bandwidth: float) -> Cel
     x = torch.randn(cell.tokens, cell.hidden, device=device, dtype=DTYPE)
     y = torch.zeros_like(x)
     check(cell, kernels.linear, (x, layer, groups))
-    time = microseconds(lambda: kernels.linear(y, x, layer, groups, 1.0), flush)
+    time = microseconds(lambda: kernels.linear(y, x, layer, groups), flush)
     weight = torch.randn(cell.hidden, cell.hidden, device=device, dtype=DTYPE)
     gemm = microseconds(lambda: torch.mm(x, weight.T, out=y), flush)
     share = cell.bytes_moved / (time * 1e-6) / bandwidth
@@ -107,8 +107,8 @@ def check(cell: Cell, linear, operands) -> None:
     """Raise AssertionError unless the operation's result is that of the reference in float32."""
     x, layer, groups = operands
     found, expected = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.float32)
-    linear(found, x, layer, groups, 1.0)
-    choose_kernels("cuda", "reference").linear(expected, x.float(), layer, groups, 1.0)
+    linear(found, x, layer, groups)
+    choose_kernels("cuda", "reference").linear(expected, x.float(), layer, groups)
     check_close(cell, found, expected)
 
 

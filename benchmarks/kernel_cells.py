@@ -109,7 +109,7 @@ class Bench:
         def run(strategies: Sequence[Looped | Batched]) -> Work:
             def work() -> None:
                 for strategy in strategies:
-                    strategy.run(y, x, 1.0)
+                    strategy.run(y, x)
 
             return work
 

@@ -167,7 +167,7 @@ def _linear_time(cell: Cell, operations: TritonOperations, flush: torch.Tensor) 
     x = torch.randn(cell.tokens, cell.hidden, device=flush.device, dtype=DTYPE)
     y = torch.zeros_like(x)
     check(cell, operations.linear, (x, layer, groups))
-    return microseconds(lambda: operations.linear(y, x, layer, groups, 1.0), flush)
+    return microseconds(lambda: operations.linear(y, x, layer, groups), flush)
 
 
 def _experts_time(cell: ExpertsCell, operations: TritonOperations, flush: torch.Tensor) -> float:

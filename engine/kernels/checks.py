@@ -34,17 +34,14 @@ def check_shrink(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> No
     _check_dtype("shrink", "y", y, accumulator_dtype(x.dtype))
 
 
-def check_expand(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, offset: int) -> None:
+def check_expand(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:
     """Raise ValueError unless `expand_reference` is defined for these."""
     _check_kind("expand", slices, ModuleKind.LINEAR)
     _check_groups("expand", slices, groups.rows, _last_slot(groups))
     _check_floating("expand", "y", y)
     _check("expand", "x", x, (len(slices.columns), groups.tokens, slices.rank_max), slices)
-    columns = offset + sum(slices.out_features)
-    _check("expand", "y", y, (groups.tokens, columns), slices, may_be_wider=True)
+    _check("expand", "y", y, (groups.tokens, sum(slices.out_features)), slices)
     _check_dtype("expand", "x", x, accumulator_dtype(y.dtype))
-    if offset < 0:
-        raise ValueError(f"expand: offset must be at least 0, got {offset}")
 
 
 def check_embedding(y: Tensor, token_ids: Tensor, slices: LoRASlices, groups: Groups) -> None:
@@ -123,11 +120,9 @@ def _check(
     found: Tensor,
     needed: tuple[int, ...],
     slices: LoRASlices,
-    *,
-    may_be_wider: bool = False,
 ) -> None:
-    """Check shape, strides and device; `may_be_wider`, and buffers, allow a larger last size."""
-    _check_shape(operation, name, found, needed, may_be_wider=may_be_wider or len(needed) == 3)
+    """Check shape, strides and device; a buffer's last size can be larger."""
+    _check_shape(operation, name, found, needed, may_be_wider=len(needed) == 3)
     if found.shape and found.shape[-1] > 1 and found.stride(-1) != 1:
         raise ValueError(
             f"{operation}: {name} has strides {found.stride()}; the last one must be 1, so that "

@@ -12,12 +12,8 @@ from loradock.engine.kernels.block_attention import BlockAttention
 from loradock.engine.kernels.expert_groups import ExpertGroups
 from loradock.engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
-ShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
-"""(y, x, slices, groups, scale)."""
-ExpandKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, int, bool], None]
-"""(y, x, slices, groups, offset, add_inputs)."""
-LinearKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
-"""(y, x, slices, groups, scale)."""
+LinearKernel = Callable[[Tensor, Tensor, LoRASlices, Groups], None]
+"""(y, x, slices, groups); also the signature of `shrink` and of `expand`."""
 EmbeddingKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
 """(y, token_ids, slices, groups, scale)."""
 
@@ -34,7 +30,7 @@ class LinearPlan(Protocol):
     and dtypes that it was made for.
     """
 
-    def run(self, y: Tensor, x: Tensor, scale: float = 1.0) -> None:
+    def run(self, y: Tensor, x: Tensor) -> None:
         """Compute as `linear_reference` does."""
 
 
@@ -75,8 +71,8 @@ class Kernels(NamedTuple):
     bounds; None if the implementation compiles nothing. Those of experts are for batches of pairs.
     """
 
-    shrink: ShrinkKernel
-    expand: ExpandKernel
+    shrink: LinearKernel
+    expand: LinearKernel
     linear: LinearKernel
     embedding: EmbeddingKernel
     experts: ExpertsKernel

@@ -60,9 +60,9 @@ class _CalledLinear(NamedTuple):
     slices: LoRASlices
     groups: Groups
 
-    def run(self, y: Tensor, x: Tensor, scale: float = 1.0) -> None:
+    def run(self, y: Tensor, x: Tensor) -> None:
         """Call the operation."""
-        self.linear(y, x, self.slices, self.groups, scale)
+        self.linear(y, x, self.slices, self.groups)
 
 
 class PunicaWrapper:
@@ -70,13 +70,13 @@ class PunicaWrapper:
 
     `token_slots` [tokens] and `prompt_slots` [sampled rows] are int64 on the host, -1 for the base
     model; `groups` and `prompt_groups` are the groups of the two for kernels. `rank_max`: the
-    highest rank that a slot can hold, and so the columns of a buffer for `add_shrink`. Before the
-    first mapping every row uses the base model. `specialize_active`: the size of launch grids
-    follows the number of active adapters, rounded up to a power of two, instead of the number of
-    slots. `concurrent`: computes a linear layer's delta concurrently with its base output; without
-    it the delta is computed after. `has_saved_layers(slot)`: whether the adapter in a slot replaces
-    layers whole. What a layer derives from the mapping is valid for one `batch`, an object that is
-    replaced with the groups, and for one `only_slot`, the slot of all rows if one row runs alone.
+    highest rank that a slot can hold. Before the first mapping every row uses the base model.
+    `specialize_active`: the size of launch grids follows the number of active adapters, rounded up
+    to a power of two, instead of the number of slots. `concurrent`: computes a linear layer's delta
+    concurrently with its base output; without it the delta is computed after.
+    `has_saved_layers(slot)`: whether the adapter in a slot replaces layers whole. What a layer
+    derives from the mapping is valid for one `batch`, an object that is replaced with the groups,
+    and for one `only_slot`, the slot of all rows if one row runs alone.
     """
 
     def __init__(
@@ -207,27 +207,8 @@ class PunicaWrapper:
             return None
         return self.groups.tokens if self.groups is not None and self.groups.spans else None
 
-    def add_shrink(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
-        """Compute `y[s, t] = scale * x[t] @ A[s][slot(t)].T`; see `shrink_reference`."""
-        groups = self.groups_of(len(x))
-        if groups is not None:
-            self._kernels.shrink(y, x, slices, groups, scale)
-
-    def add_expand(
-        self,
-        y: Tensor,
-        x: Tensor,
-        slices: LoRASlices,
-        offset: int = 0,
-        add_inputs: bool = True,
-    ) -> None:
-        """Add `x[s, t] @ B[s][slot(t)].T` to y's columns; see `expand_reference`."""
-        groups = self.groups_of(x.shape[1])
-        if groups is not None:
-            self._kernels.expand(y, x, slices, groups, offset, add_inputs)
-
-    def add_lora_linear(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
-        """Add every row's delta to a linear layer's output, in place; scale 1 means no scaling.
+    def add_lora_linear(self, y: Tensor, x: Tensor, slices: LoRASlices) -> None:
+        """Add every row's delta to a linear layer's output, in place.
 
         y: [rows, sum of out_features]. x: [..., in_features], one row per row of `y`; `groups_of`
         specifies which. A batch without adapters costs nothing.
@@ -235,7 +216,7 @@ class PunicaWrapper:
         groups = self.groups_of(x.shape[:-1], slices)
         if groups is not None:
             rows = x.reshape(-1, x.shape[-1]).contiguous()
-            self._kernels.linear(y, rows, slices, groups, scale)
+            self._kernels.linear(y, rows, slices, groups)
 
     def plan_linear(
         self, y: Tensor, x: Tensor, slices: LoRASlices, shape: Sequence[int]
@@ -278,8 +259,8 @@ class PunicaWrapper:
         dtype = accumulator_dtype(x.dtype)
         shrunk = x.new_empty((len(slices.columns), len(x), self.rank_max), dtype=dtype)
         delta = x.new_zeros((len(x), sum(slices.out_features)), dtype=dtype)
-        self._kernels.shrink(shrunk, x, slices, groups, 1.0)
-        self._kernels.expand(delta, shrunk, slices, groups, 0, False)
+        self._kernels.shrink(shrunk, x, slices, groups)
+        self._kernels.expand(delta, shrunk, slices, groups)
         return delta
 
     def add_lora_shrink_expand(
@@ -296,8 +277,8 @@ class PunicaWrapper:
         if groups is not None:
             rows = x.reshape(-1, x.shape[-1]).contiguous()
             shrunk = self._shrink_buffer(rows, slices)
-            self._kernels.shrink(shrunk, rows, slices.shrink, groups, 1.0)
-            self._kernels.expand(y, exchange(shrunk), slices.expand, groups, 0, True)
+            self._kernels.shrink(shrunk, rows, slices.shrink, groups)
+            self._kernels.expand(y, exchange(shrunk), slices.expand, groups)
 
     def _shrink_buffer(self, x: Tensor, slices: ShrinkExpand) -> Tensor:
         """Return the buffer for `slices.shrink` of `x`: zeros, because ranks may sum it."""
@@ -305,9 +286,9 @@ class PunicaWrapper:
         return x.new_zeros(shape, dtype=accumulator_dtype(x.dtype))
 
     def add_lora_embedding(
-        self, y: Tensor, token_ids: Tensor, slices: LoRASlices, scale: float = 1.0
+        self, y: Tensor, token_ids: Tensor, slices: LoRASlices, scale: float
     ) -> None:
-        """Add every row's delta to a token embedding's output, in place.
+        """Add every row's delta, times `scale`, to a token embedding's output, in place.
 
         y: [tokens, hidden]. token_ids: [...] integers, one per token. Raises ValueError as
         `groups_of` does.
@@ -316,15 +297,6 @@ class PunicaWrapper:
         if groups is not None:
             ids = token_ids.flatten().contiguous().long()
             self._kernels.embedding(y, ids, slices, groups, scale)
-
-    def add_lora_logits(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
-        """Add every row's delta to the logits, in place; `groups_of` specifies which rows.
-
-        y: [rows, vocabulary]. x: [..., hidden], one row per row of `y`.
-        """
-        groups = self.groups_of(x.shape[:-1], slices)
-        if groups is not None:
-            self._kernels.linear(y, x.reshape(-1, x.shape[-1]), slices, groups, scale)
 
     def groups_of(
         self,

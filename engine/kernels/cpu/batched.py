@@ -54,7 +54,7 @@ class _SliceProducts(NamedTuple):
 
 
 class Batched:
-    """`y += scale * bmm(bmm(x, A.T), B.T)` over parts of equal sizes, computed in `dtype`."""
+    """`y += bmm(bmm(x, A.T), B.T)` over parts of equal sizes, computed in `dtype`."""
 
     def __init__(
         self, block: Block, slices: LoRASlices, dtype: torch.dtype, scratch: Scratch
@@ -103,7 +103,7 @@ class Batched:
         copied = (tuple(p.a for p in pairs), tuple(p.b for p in pairs)) if self._copies else None
         return _SliceProducts(columns, copied, tuple(products), delta.flatten(0, 1))
 
-    def run(self, y: Tensor, x: Tensor, scale: float) -> None:
+    def run(self, y: Tensor, x: Tensor) -> None:
         """Add the block's deltas to y: [tokens, out_features]; x: [tokens, in_features]."""
         rows = self._block.read(x, self._dtype, self._scratch).view(*self._shape, -1)
         for columns, copied, products, delta in self._slices:
@@ -118,10 +118,8 @@ class Batched:
                 else:
                     torch.bmm(a, rows[own].mT, out=transposed)
                 if in_place is not None:
-                    in_place[own].baddbmm_(shrunk, b, alpha=scale)
+                    in_place[own].baddbmm_(shrunk, b)
                     continue
-                if scale != 1.0:
-                    shrunk.mul_(scale)
                 torch.bmm(shrunk, b, out=own_delta)
             if in_place is None:
                 self._block.add(target, delta)

@@ -36,15 +36,15 @@ class CpuLinearPlan:
         self._rows = rows
         self._strategies = strategies
 
-    def run(self, y: Tensor, x: Tensor, scale: float = 1.0) -> None:
-        """Add `scale` times the delta of x to y, in place."""
+    def run(self, y: Tensor, x: Tensor) -> None:
+        """Add the delta of x to y, in place."""
         # As `threads_for` does, without its three Python calls for each layer of a step.
         threads = torch.get_num_threads() if self._rows < THREADED_ROWS else 1
         if threads > 1:
             torch.set_num_threads(1)
         try:
             for strategy in self._strategies:
-                strategy.run(y, x, scale)
+                strategy.run(y, x)
         finally:
             if threads > 1:
                 torch.set_num_threads(threads)
@@ -60,11 +60,9 @@ class CpuProducts:
         self._tiler = tiler
         self._scratch = scratch
 
-    def linear(
-        self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
-    ) -> None:
-        """Add `scale` times the delta of x to y, in place."""
-        self.plan(y, x, slices, groups).run(y, x, scale)
+    def linear(self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:
+        """Add the delta of x to y, in place."""
+        self.plan(y, x, slices, groups).run(y, x)
 
     def plan(self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> CpuLinearPlan:
         """Check the operands, and return the plan for all of these shapes, strides and dtypes."""
@@ -97,10 +95,8 @@ class CpuProducts:
             strategies.append(Looped(block, slices, activation_dtype, dtype, self._scratch))
         return strategies
 
-    def shrink(
-        self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
-    ) -> None:
-        """Write `scale` times the first product of x to y."""
+    def shrink(self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:
+        """Write the first product of x to y."""
         check_shrink(y, x, slices, groups)
         with threads_for(self._tiler.product_rows(groups)):
             for slot, reads, writes in self._tiler.slot_rows(groups):
@@ -109,20 +105,12 @@ class CpuProducts:
                     if pair is not None:
                         a = self._scratch.transposed("half", pair.a, y.dtype)
                         shrunk = torch.mm(rows, a)[: len(writes)]
-                        y[index, :, : len(pair.a)].index_copy_(0, writes, shrunk.mul_(scale))
+                        y[index, :, : len(pair.a)].index_copy_(0, writes, shrunk)
 
-    def expand(
-        self,
-        y: Tensor,
-        x: Tensor,
-        slices: LoRASlices,
-        groups: Groups,
-        offset: int,
-        add_inputs: bool,
-    ) -> None:
-        """Write the second product of x to y from the column `offset` on, or add it."""
-        check_expand(y, x, slices, groups, offset)
-        offsets = list(accumulate(slices.out_features, initial=offset))
+    def expand(self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:
+        """Add the second product of x to y."""
+        check_expand(y, x, slices, groups)
+        offsets = list(accumulate(slices.out_features, initial=0))
         with threads_for(self._tiler.product_rows(groups)):
             for slot, reads, writes in self._tiler.slot_rows(groups):
                 for index, pair in enumerate(slices.pairs(slot)):
@@ -132,10 +120,7 @@ class CpuProducts:
                     b = self._scratch.transposed("half", pair.b, x.dtype)
                     delta = torch.mm(rows, b)[: len(writes)]
                     columns = y[:, offsets[index] : offsets[index + 1]]
-                    if add_inputs:
-                        columns.index_add_(0, writes, delta.to(y.dtype))
-                    else:
-                        columns.index_copy_(0, writes, delta.to(y.dtype))
+                    columns.index_add_(0, writes, delta.to(y.dtype))
 
     def embedding(
         self, y: Tensor, token_ids: Tensor, slices: LoRASlices, groups: Groups, scale: float

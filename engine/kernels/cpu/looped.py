@@ -42,7 +42,7 @@ class _SliceProducts(NamedTuple):
 
 
 class Looped:
-    """`y += scale * x @ A.T @ B.T`, by slice and part, computed in `dtype`.
+    """`y += x @ A.T @ B.T`, by slice and part, computed in `dtype`.
 
     Rows that are contiguous, in the dtype of the computation, are read and written where they are.
     Half-precision weights that are multiplied in float32 are converted one at a time into scratch
@@ -90,10 +90,10 @@ class Looped:
             shrunk = self._scratch.take("shrunk", (rows, rank), self._dtype)
         return _Product(index, pair.a.T, pair.b.T, shrunk, transposed)
 
-    def run(self, y: Tensor, x: Tensor, scale: float) -> None:
+    def run(self, y: Tensor, x: Tensor) -> None:
         """Add the block's deltas to y: [tokens, out_features]; x: [tokens, in_features]."""
         if not self._in_place:
-            self._run_staged(y, x, scale)
+            self._run_staged(y, x)
             return
         block = self._block
         end = block.first + block.size
@@ -105,9 +105,9 @@ class Looped:
                     torch.mm(rows[part], a, out=shrunk)
                 else:
                     torch.mm(a.T, rows[part].T, out=transposed)
-                targets[part].addmm_(shrunk, b, alpha=scale)
+                targets[part].addmm_(shrunk, b)
 
-    def _run_staged(self, y: Tensor, x: Tensor, scale: float) -> None:
+    def _run_staged(self, y: Tensor, x: Tensor) -> None:
         block = self._block
         rows = block.read(x, self._dtype, self._scratch).split_with_sizes(block.sizes)
         for columns, products, delta, parts, absent in self._slices:
@@ -120,8 +120,6 @@ class Looped:
                     torch.mm(rows[part], a_part, out=shrunk)
                 else:
                     torch.mm(a_part.T, rows[part].T, out=transposed)
-                if scale != 1.0:
-                    shrunk.mul_(scale)
                 b_part = self._scratch.copy_of("b", b.T, self._dtype).T if self._converts else b
                 torch.mm(shrunk, b_part, out=parts[part])
             block.add(y[:, columns], delta)

@@ -136,9 +136,8 @@ def load_b(b, r, n, rank, out_features):
 
 
 @triton.jit
-def add_to_output(y_rows, columns, acc, mask, ADD: tl.constexpr):
-    """Write the sum of `acc` and the output, rounded once; without ADD write `acc` alone."""
+def add_to_output(y_rows, columns, acc, mask):
+    """Write the sum of `acc` and the output, rounded once."""
     pointers = y_rows[:, None] + columns[None, :]
-    if ADD:
-        acc += tl.load(pointers, mask, 0.0).to(tl.float32)
+    acc += tl.load(pointers, mask, 0.0).to(tl.float32)
     tl.store(pointers, acc.to(y_rows.dtype.element_ty), mask)

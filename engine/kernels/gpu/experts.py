@@ -137,7 +137,7 @@ def experts_expand_kernel(
             split_stride, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R,
         )  # fmt: skip
     mask = is_in_tile[:, None] & (n < out_features)[None, :]
-    add_to_output(y + row * y_stride, n * COLUMN_STEP, acc, mask, True)
+    add_to_output(y + row * y_stride, n * COLUMN_STEP, acc, mask)
 
 
 def launch_experts_shrink(

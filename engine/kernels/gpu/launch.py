@@ -40,9 +40,10 @@ class LayerOperands:
         """Return the number of blocks of `block_n` outputs; every slice starts a new block."""
         return sum(-(-n // block_n) for n in self.out_features)
 
-    def out_unit(self, offset: int) -> int:
-        """Return the largest power of two up to 16 that divides every slice's bounds."""
-        return math.gcd(16, offset, *self.out_features)
+    @property
+    def out_unit(self) -> int:
+        """The largest power of two up to 16 that divides every slice's bounds."""
+        return math.gcd(16, *self.out_features)
 
 
 class LayerOperandCache:
@@ -116,13 +117,13 @@ def sum_constants(config: ShrinkConfig, operands: LayerOperands) -> dict[str, in
 
 
 def expand_constants(
-    config: ExpandConfig, parts: Tensor, operands: LayerOperands, offset: int = 0
+    config: ExpandConfig, parts: Tensor, operands: LayerOperands
 ) -> dict[str, int]:
     """Return the compile-time constants of an expand kernel; parts: [splits, ...]."""
     return {
         "UNIT": operands.unit,
         "SPLITS": len(parts),
-        "OUT_UNIT": operands.out_unit(offset),
+        "OUT_UNIT": operands.out_unit,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_R": config.block_r,

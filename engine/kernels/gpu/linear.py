@@ -27,7 +27,7 @@ from loradock.engine.kernels.operands import Groups
 @triton.jit
 def fused_kernel(
     y, x, data, offsets, ranks, slice_table, tiles, rows,
-    x_stride, y_stride, directory_stride, in_features, scale,
+    x_stride, y_stride, directory_stride, in_features,
     UNIT: tl.constexpr, SLICES: tl.constexpr, OUT_UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -46,25 +46,25 @@ def fused_kernel(
     if rank % 8 == 0:
         # The compiler sees a multiple of 8 here, so B's rows start at multiples of 16 bytes.
         acc = fused_block(
-            x_rows, data + offset, b, m < count, n, rank // 8 * 8, out_features, in_features, scale,
+            x_rows, data + offset, b, m < count, n, rank // 8 * 8, out_features, in_features,
             BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_K,
         )  # fmt: skip
     else:
         acc = fused_block(
-            x_rows, data + offset, b, m < count, n, rank, out_features, in_features, scale,
+            x_rows, data + offset, b, m < count, n, rank, out_features, in_features,
             BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_K,
         )  # fmt: skip
     column = tl.multiple_of(tl.load(slice_table + 3 * index + 1), OUT_UNIT)
     mask = (m < count)[:, None] & (n < out_features)[None, :]
-    add_to_output(y + row * y_stride, column + n, acc, mask, True)
+    add_to_output(y + row * y_stride, column + n, acc, mask)
 
 
 @triton.jit
 def fused_block(
-    x_rows, a, b, row_mask, n, rank, out_features, in_features, scale,
+    x_rows, a, b, row_mask, n, rank, out_features, in_features,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return `scale * x[rows] @ A.T @ B[n].T`: [BLOCK_M, BLOCK_N] float32."""
+    """Return `x[rows] @ A.T @ B[n].T`: [BLOCK_M, BLOCK_N] float32."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r_first in range(0, rank, BLOCK_R):
         r = r_first + tl.arange(0, BLOCK_R)
@@ -73,21 +73,21 @@ def fused_block(
         shrunk = shrink_block(
             x_rows, a, row_mask, r, rank, 0, in_features, in_features, BLOCK_M, BLOCK_R, BLOCK_K
         )
-        acc = multiply_exactly(shrunk * scale, b_block, acc)
+        acc = multiply_exactly(shrunk, b_block, acc)
     return acc
 
 
 def launch_fused(
-    y: Tensor, x: Tensor, operands: LayerOperands, groups: Groups, scale: float, config: FusedConfig
+    y: Tensor, x: Tensor, operands: LayerOperands, groups: Groups, config: FusedConfig
 ) -> None:
     """Add every row's delta to `y` in one launch."""
     tiles = tile_table(groups, config.block_m)
     fused_kernel[len(tiles), operands.blocks(config.block_n)](
         y, x, *operands.tables, tiles, groups.rows,
-        x.stride(0), y.stride(0), operands.directory_stride, operands.in_features, scale,
+        x.stride(0), y.stride(0), operands.directory_stride, operands.in_features,
         UNIT=operands.unit,
         SLICES=operands.slice_count,
-        OUT_UNIT=operands.out_unit(0),
+        OUT_UNIT=operands.out_unit,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_R=config.block_r,

@@ -130,20 +130,20 @@ class TritonLinearPlan:
         self._parts_shape = _parts_shape(config.shrink, operands, groups.tokens, groups.bounds)
         self._device = operands.tables[0].device
 
-    def run(self, y: Tensor, x: Tensor, scale: float = 1.0) -> None:
+    def run(self, y: Tensor, x: Tensor) -> None:
         """Launch the kernels on the device of the weights."""
         if not self._groups.tokens:
             return
         with _current(self._device):
-            self._launch(y, x, scale)
+            self._launch(y, x)
 
-    def _launch(self, y: Tensor, x: Tensor, scale: float) -> None:
+    def _launch(self, y: Tensor, x: Tensor) -> None:
         operands, groups, config = self._operands, self._groups, self._config
         if config.fused is not None:
-            launch_fused(y, x, operands, groups, scale, config.fused)
+            launch_fused(y, x, operands, groups, config.fused)
             return
         parts = self._workspace.take(self._parts_shape, self._device)
-        launch_shrink(parts, x, operands, groups, scale, config.shrink)
+        launch_shrink(parts, x, operands, groups, config.shrink)
         launch_expand(y, parts, operands, groups, config.expand)
 
 
@@ -161,9 +161,7 @@ class TritonOperations:
         """Return the regime of a batch of rows, which chooses its launches' constants."""
         return regime_of(bounds, self._batch_invariant)
 
-    def shrink(
-        self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
-    ) -> None:
+    def shrink(self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:
         """Compute as `shrink_reference` does; y: float32."""
         check_shrink(y, x, slices, groups)
         operands = self._operands_of(x, slices, groups.bounds)
@@ -171,35 +169,23 @@ class TritonOperations:
         if not groups.tokens:
             return
         if config.splits == 1:
-            launch_shrink(y[None], x, operands, groups, scale, config)
+            launch_shrink(y[None], x, operands, groups, config)
             return
         parts = self._workspace.take((config.splits, *y.shape), y.device)
-        launch_shrink(parts, x, operands, groups, scale, config)
+        launch_shrink(parts, x, operands, groups, config)
         launch_sum_splits(y, parts, operands, groups, config)
 
-    def expand(
-        self,
-        y: Tensor,
-        x: Tensor,
-        slices: LoRASlices,
-        groups: Groups,
-        offset: int,
-        add_inputs: bool,
-    ) -> None:
+    def expand(self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:
         """Compute as `expand_reference` does; x: float32."""
-        check_expand(y, x, slices, groups, offset)
+        check_expand(y, x, slices, groups)
         operands = self._operands_of(y, slices, groups.bounds)
         config = self._linear_config(y, groups).expand
         if groups.tokens:
-            launch_expand(
-                y, x[None], operands, groups, config, offset=offset, add_inputs=add_inputs
-            )
+            launch_expand(y, x[None], operands, groups, config)
 
-    def linear(
-        self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
-    ) -> None:
+    def linear(self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:
         """Compute as `linear_reference` does."""
-        self.plan_linear(y, x, slices, groups).run(y, x, scale)
+        self.plan_linear(y, x, slices, groups).run(y, x)
 
     def plan_linear(
         self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups

@@ -40,7 +40,7 @@ from loradock.engine.kernels.operands import Groups
 @triton.jit
 def shrink_kernel(
     y, x, data, offsets, ranks, slice_table, tiles, rows,
-    split_stride, slice_stride, y_stride, x_stride, directory_stride, in_features, scale,
+    split_stride, slice_stride, y_stride, x_stride, directory_stride, in_features,
     UNIT: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def shrink_kernel(
             BLOCK_M, BLOCK_R, BLOCK_K,
         )  # fmt: skip
         mask = (m < count)[:, None] & (r < rank)[None, :]
-        tl.store(y_rows[:, None] + r[None, :], acc * scale, mask)
+        tl.store(y_rows[:, None] + r[None, :], acc, mask)
 
 
 @triton.jit
@@ -89,18 +89,13 @@ def sum_splits_kernel(
 
 
 def launch_shrink(
-    parts: Tensor,
-    x: Tensor,
-    operands: LayerOperands,
-    groups: Groups,
-    scale: float,
-    config: ShrinkConfig,
+    parts: Tensor, x: Tensor, operands: LayerOperands, groups: Groups, config: ShrinkConfig
 ) -> None:
     """Fill `parts` [splits, slices, tokens, rank_max] float32 with every split's partial sum."""
     tiles = tile_table(groups, config.block_m)
     shrink_kernel[len(tiles), config.splits, operands.slice_count](
         parts, x, *operands.tables, tiles, groups.rows,
-        *parts.stride()[:3], x.stride(0), operands.directory_stride, operands.in_features, scale,
+        *parts.stride()[:3], x.stride(0), operands.directory_stride, operands.in_features,
         **shrink_constants(config, x, operands),
     )  # fmt: skip
 
@@ -120,12 +115,11 @@ def launch_sum_splits(
 @triton.jit
 def expand_kernel(
     y, x, data, offsets, ranks, slice_table, tiles, rows,
-    split_stride, slice_stride, x_stride, y_stride, directory_stride, in_features, y_offset,
-    UNIT: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
+    split_stride, slice_stride, x_stride, y_stride, directory_stride, in_features,
+    UNIT: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr, OUT_UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Compute `y[t, y_offset + o_s + n]` of one tile and one block of a slice's outputs `n`."""
+    """Compute `y[t, o_s + n]` of one tile and one block of a slice's outputs `n`."""
     slot, first, count = find_tile(tiles, tl.program_id(0))
     if count == 0:
         return
@@ -158,9 +152,9 @@ def expand_kernel(
             BLOCK_N,
             BLOCK_R,
         )
-    column = tl.multiple_of(tl.load(slice_table + 3 * index + 1) + y_offset, OUT_UNIT)
+    column = tl.multiple_of(tl.load(slice_table + 3 * index + 1), OUT_UNIT)
     mask = (m < count)[:, None] & (n < out_features)[None, :]
-    add_to_output(y + row * y_stride, column + n, acc, mask, ADD)
+    add_to_output(y + row * y_stride, column + n, acc, mask)
 
 
 @triton.jit
@@ -179,21 +173,13 @@ def expand_block(
 
 
 def launch_expand(
-    y: Tensor,
-    parts: Tensor,
-    operands: LayerOperands,
-    groups: Groups,
-    config: ExpandConfig,
-    *,
-    offset: int = 0,
-    add_inputs: bool = True,
+    y: Tensor, parts: Tensor, operands: LayerOperands, groups: Groups, config: ExpandConfig
 ) -> None:
     """Add B's product with the sum of `parts` [splits, slices, tokens, rank_max] float32 to `y`."""
     tiles = tile_table(groups, config.block_m)
     expand_kernel[len(tiles), operands.blocks(config.block_n)](
         y, parts, *operands.tables, tiles, groups.rows,
-        *parts.stride()[:3], y.stride(0), operands.directory_stride, operands.in_features, offset,
+        *parts.stride()[:3], y.stride(0), operands.directory_stride, operands.in_features,
         SLICES=operands.slice_count,
-        ADD=add_inputs,
-        **expand_constants(config, parts, operands, offset),
+        **expand_constants(config, parts, operands),
     )  # fmt: skip

@@ -14,11 +14,10 @@ def linear_reference(
     x: Tensor,
     slices: LoRASlices,
     groups: Groups,
-    scale: float,
     *,
     matmul: Matmul = blas_matmul,
 ) -> None:
-    """Compute `y[t, o_s :][:out_s] += scale * x[t] @ A[s][slot(t)].T @ B[s][slot(t)].T` in place.
+    """Compute `y[t, o_s :][:out_s] += x[t] @ A[s][slot(t)].T @ B[s][slot(t)].T` in place.
 
     y: [tokens, sum of out_features]. x: [tokens, in_features]. `o_s` is the sum of `out_features`
     before slice `s`. Rows of the base model, and slices that a row's adapter lacks, are not
@@ -34,7 +33,7 @@ def linear_reference(
             if pair is None:
                 continue
             columns = slice(offsets[index], offsets[index + 1])
-            shrunk = scale * matmul(x_rows, pair.a.to(dtype))
+            shrunk = matmul(x_rows, pair.a.to(dtype))
             delta = matmul(shrunk, pair.b.to(dtype))
             y[rows, columns] = (y[rows, columns].to(dtype) + delta).to(y.dtype)
 
@@ -70,11 +69,10 @@ def shrink_reference(
     x: Tensor,
     slices: LoRASlices,
     groups: Groups,
-    scale: float,
     *,
     matmul: Matmul = blas_matmul,
 ) -> None:
-    """Compute `y[s, t, :rank] = scale * x[t] @ A[s][slot(t)].T` in place.
+    """Compute `y[s, t, :rank] = x[t] @ A[s][slot(t)].T` in place.
 
     y: [slices, tokens, rank_max] float32 or float64, the accumulator. x: [tokens, in_features].
     Rows of the base model, rows whose adapter lacks the slice, and columns from the adapter's own
@@ -86,31 +84,26 @@ def shrink_reference(
         x_rows = x[rows].to(y.dtype)
         for index, pair in enumerate(slices.pairs(slot)):
             if pair is not None:
-                shrunk = matmul(x_rows, pair.a.to(y.dtype))
-                y[index, rows, : len(pair.a)] = scale * shrunk
+                y[index, rows, : len(pair.a)] = matmul(x_rows, pair.a.to(y.dtype))
 
 
-# Callers pass six arguments; the seventh is bound once, when the kernels are created.
-def expand_reference(  # noqa: PLR0913
+def expand_reference(
     y: Tensor,
     x: Tensor,
     slices: LoRASlices,
     groups: Groups,
-    offset: int,
-    add_inputs: bool,
     *,
     matmul: Matmul = blas_matmul,
 ) -> None:
-    """Compute `y[t, offset + o_s :][:out_s] += x[s, t, :rank] @ B[s][slot(t)].T` in place.
+    """Compute `y[t, o_s :][:out_s] += x[s, t, :rank] @ B[s][slot(t)].T` in place.
 
-    y: [tokens, at least offset + sum of out_features]. x: [slices, tokens, rank_max] float32 or
-    float64, the output of shrink. `o_s` is the sum of `out_features` before slice `s`. Without
-    `add_inputs` the product replaces the previous values. With it, the sum is computed in the
+    y: [tokens, sum of out_features]. x: [slices, tokens, rank_max] float32 or float64, the output
+    of shrink. `o_s` is the sum of `out_features` before slice `s`. The sum is computed in the
     accumulator's dtype and rounded once. Rows of the base model, and slices that a row's adapter
     lacks, are not written.
     """
-    check_expand(y, x, slices, groups, offset)
-    offsets = list(accumulate(slices.out_features, initial=offset))
+    check_expand(y, x, slices, groups)
+    offsets = list(accumulate(slices.out_features, initial=0))
     for slot, start, end in groups.spans:
         rows = groups.rows[start:end]
         for index, pair in enumerate(slices.pairs(slot)):
@@ -118,7 +111,5 @@ def expand_reference(  # noqa: PLR0913
                 continue
             out_features, rank = pair.b.shape
             columns = slice(offsets[index], offsets[index] + out_features)
-            result = matmul(x[index, rows, :rank], pair.b.to(x.dtype))
-            if add_inputs:
-                result += y[rows, columns].to(x.dtype)
-            y[rows, columns] = result.to(y.dtype)
+            delta = matmul(x[index, rows, :rank], pair.b.to(x.dtype))
+            y[rows, columns] = (y[rows, columns].to(x.dtype) + delta).to(y.dtype)

@@ -44,7 +44,7 @@ BAD: list[Attempt] = [
 
 def attempt(kernels: Kernels, operation: str, y: torch.Tensor, x: torch.Tensor) -> None:
     case = EMBEDDING if operation == "embedding" else LINEAR
-    arguments = (0, True) if operation == "expand" else (1.0,)
+    arguments = (1.0,) if operation == "embedding" else ()
     getattr(kernels, operation)(y, x, case.slices, case.groups, *arguments)
 
 
@@ -69,22 +69,20 @@ def test_operands_that_do_not_fit_are_refused(name: str, bad: Attempt) -> None:
 def test_a_layer_of_another_kind_is_refused(name: str) -> None:
     kernels, groups = kernels_of(name), LINEAR.groups
     with pytest.raises(ValueError, match="linear: the layer's kind is"):
-        kernels.linear(torch.zeros(3, 6), GOOD_X, EMBEDDING.slices, groups, 1.0)
+        kernels.linear(torch.zeros(3, 6), GOOD_X, EMBEDDING.slices, groups)
     with pytest.raises(ValueError, match="embedding: the layer's kind is"):
         kernels.embedding(GOOD_Y, IDS, LINEAR.slices, groups, 1.0)
-    with pytest.raises(ValueError, match="expand: offset must be at least 0, got -1"):
-        kernels.expand(GOOD_Y, BUFFER, LINEAR.slices, groups, -1, True)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_of_a_slot_that_the_directory_does_not_have_are_refused(name: str) -> None:
     kernels, groups = kernels_of(name), groups_of([0, 2, 1])
     with pytest.raises(ValueError, match="linear: a group is of slot 2; the directory has 2"):
-        kernels.linear(GOOD_Y, GOOD_X, LINEAR.slices, groups, 1.0)
+        kernels.linear(GOOD_Y, GOOD_X, LINEAR.slices, groups)
     with pytest.raises(ValueError, match="shrink: a group is of slot 2"):
-        kernels.shrink(BUFFER, GOOD_X, LINEAR.slices, groups, 1.0)
+        kernels.shrink(BUFFER, GOOD_X, LINEAR.slices, groups)
     with pytest.raises(ValueError, match="expand: a group is of slot 2"):
-        kernels.expand(GOOD_Y, BUFFER, LINEAR.slices, groups, 0, True)
+        kernels.expand(GOOD_Y, BUFFER, LINEAR.slices, groups)
     with pytest.raises(ValueError, match="embedding: a group is of slot 2"):
         kernels.embedding(torch.zeros(3, 6), IDS, EMBEDDING.slices, groups, 1.0)
 

@@ -28,9 +28,9 @@ from tests.support.kernels.kernel_cases import (
 )
 
 
-def run(name: str, case: Case, scale: float = 1.0) -> torch.Tensor:
+def run(name: str, case: Case) -> torch.Tensor:
     found = case.y.clone()
-    kernels_of(name).linear(found, case.x, case.slices, case.groups, scale)
+    kernels_of(name).linear(found, case.x, case.slices, case.groups)
     return found
 
 
@@ -38,8 +38,8 @@ def run(name: str, case: Case, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
 def test_the_delta_equals_the_explicit_sum(name: str, dtype: torch.dtype, batch: Batch) -> None:
     case = batch.case(dtype)
-    found = run(name, case, 0.5)
-    assert error_of(found, expected_output(case, 0.5)) <= ERRORS_MAX[dtype]
+    found = run(name, case)
+    assert error_of(found, expected_output(case)) <= ERRORS_MAX[dtype]
     assert torch.equal(found[case.base_rows], case.y[case.base_rows])
 
 
@@ -55,8 +55,8 @@ def test_any_small_layer_and_batch(name: str, seed: int) -> None:
     rows = any_rows(random, slots)
     dtype = random.choice(dtypes(name))
     case = make_case(shape, rows, dtype, seed)
-    found = run(name, case, -0.5)
-    assert error_of(found, expected_output(case, -0.5)) <= ERRORS_MAX[dtype]
+    found = run(name, case)
+    assert error_of(found, expected_output(case)) <= ERRORS_MAX[dtype]
     assert torch.equal(found[case.base_rows], case.y[case.base_rows])
 
 
@@ -95,7 +95,7 @@ def test_rows_may_be_strided(name: str) -> None:
     wide_x, wide_y = torch.full((6, 50), torch.nan), torch.full((6, 90), torch.nan)
     wide_x[:, 5:45], wide_y[:, 3:43] = case.x, case.y
     kernels = kernels_of(name)
-    kernels.linear(wide_y[:, 3:43], wide_x[:, 5:45], case.slices, case.groups, 1.0)
+    kernels.linear(wide_y[:, 3:43], wide_x[:, 5:45], case.slices, case.groups)
     assert error_of(wide_y[:, 3:43], expected_output(case)) <= ERRORS_MAX[torch.float32]
     assert wide_y[:, :3].isnan().all()
     assert wide_y[:, 43:].isnan().all()
@@ -111,14 +111,14 @@ def test_replaced_weights_of_a_slot_are_read(name: str) -> None:
     old = make_case(SHAPE_OF_TWO, rows, torch.float32, seed=3)
     new = make_case(Shape(40, (24, 16), 2, (6, 3), 0.4), rows, torch.float32, seed=4)
     groups = old.groups
-    kernels.linear(old.y.clone(), old.x, old.slices, groups, 1.0)
+    kernels.linear(old.y.clone(), old.x, old.slices, groups)
     directory, later = old.slices.directory, new.slices.directory
     directory.data[: len(later.data)] = later.data
     directory.offsets.copy_(later.offsets)
     directory.ranks.copy_(later.ranks)
     directory.version += 1
     found = new.y.clone()
-    kernels.linear(found, new.x, old.slices, groups, 1.0)
+    kernels.linear(found, new.x, old.slices, groups)
     assert error_of(found, expected_output(new)) <= ERRORS_MAX[torch.float32]
 
 
@@ -158,7 +158,7 @@ def test_the_same_batch_has_the_same_bits(name: str) -> None:
     results = []
     for _ in range(3):
         results.append(case.y.clone())
-        kernels.linear(results[-1], case.x, case.slices, groups, 1.0)
+        kernels.linear(results[-1], case.x, case.slices, groups)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[0], run(name, case))
@@ -174,11 +174,11 @@ def test_a_batch_invariant_row_has_the_same_bits_in_every_batch(
     case = make_case(Shape(200, (72, 33), 4, (1, 5, 16), 0.1), rows, dtype, seed=11)
     kernels = kernels_of(name, batch_invariant=True)
     whole = case.y.clone()
-    kernels.linear(whole, case.x, case.slices, case.groups, 1.0)
+    kernels.linear(whole, case.x, case.slices, case.groups)
     assert error_of(whole, expected_output(case)) <= ERRORS_MAX[dtype]
     for _ in range(REPEATS):
         some = random.sample(range(70), random.choice((1, 2, 3, 17, 40, 69)))
         part = case.only(some)
         found = part.y.clone()
-        kernels.linear(found, part.x, part.slices, part.groups, 1.0)
+        kernels.linear(found, part.x, part.slices, part.groups)
         assert torch.equal(found, whole[some])

@@ -62,9 +62,12 @@ def test_weights_far_into_the_arena(name: str, memory: torch.Tensor) -> None:
     for kind in (ModuleKind.LINEAR, ModuleKind.EMBEDDING):
         widths = (24, 40) if kind is ModuleKind.LINEAR else (24,)
         case = far_away(make_case(Shape(56, widths, 2, (5, 16), 0.0, kind), ROWS, DTYPE, 3), memory)
-        operation = kernels.linear if kind is ModuleKind.LINEAR else kernels.embedding
         found = case.y.clone()
-        operation(found, case.x, case.slices, case.groups, 1.0)
+        operands = found, case.x, case.slices, case.groups
+        if kind is ModuleKind.LINEAR:
+            kernels.linear(*operands)
+        else:
+            kernels.embedding(*operands, 1.0)
         assert error_of(found, expected_output(case)) <= ERRORS_MAX[DTYPE]
 
 
@@ -73,12 +76,12 @@ def test_rows_far_apart(name: str, memory: torch.Tensor) -> None:
     case = make_case(Shape(56, (24, 40), 2, (5, 16), 0.0), ROWS, DTYPE, 4)
     x, y = spread(case.x, memory, 0), spread(case.y, memory, 128)
     kernels, groups = kernels_of(name), case.groups
-    kernels.linear(y, x, case.slices, groups, 1.0)
+    kernels.linear(y, x, case.slices, groups)
     assert error_of(y, expected_output(case)) <= ERRORS_MAX[DTYPE]
     y.copy_(case.y)
     shrunk = torch.zeros(2, len(ROWS), 16)
-    kernels.shrink(shrunk, x, case.slices, groups, 1.0)
-    kernels.expand(y, shrunk, case.slices, groups, 0, True)
+    kernels.shrink(shrunk, x, case.slices, groups)
+    kernels.expand(y, shrunk, case.slices, groups)
     assert error_of(y, expected_output(case)) <= ERRORS_MAX[DTYPE]
 
 

@@ -63,11 +63,12 @@ def test_every_operation_limits_the_threads_of_small_products(
     routed = group_experts(groups, lambda _: True, torch.zeros(rows, 1, dtype=torch.int64), 1)
     shrunk = torch.zeros(1, rows, 3)
     operands = {
-        "shrink": (shrunk, case.x, case.slices, groups, 1.0),
-        "expand": (case.y, shrunk, case.slices, groups, 0, True),
+        "shrink": (shrunk, case.x, case.slices, groups),
+        "expand": (case.y, shrunk, case.slices, groups),
+        "embedding": (case.y, case.x, case.slices, groups, 1.0),
         "experts": ([case.y], case.x, case.slices, routed),
     }
-    own = operands.get(operation, (case.y, case.x, case.slices, groups, 1.0))
+    own = operands.get(operation, (case.y, case.x, case.slices, groups))
     with ThreadsOfProducts() as products:
         getattr(kernels_of("cpu"), operation)(*own)
     assert products.seen == {threads}

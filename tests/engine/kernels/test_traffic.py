@@ -29,11 +29,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     return seen
 
 
-def weight_elements_read(loads: list[np.ndarray], case, add) -> int:
+def weight_elements_read(loads: list[np.ndarray], case, add, *scale: float) -> int:
     """Return the number of arena elements that one call loads, counting repeated loads."""
     data = case.slices.directory.data
     loads.clear()
-    add(case.y.clone(), case.x, case.slices, case.groups, 1.0)
+    add(case.y.clone(), case.x, case.slices, case.groups, *scale)
     addresses = np.concatenate(loads)
     end = data.data_ptr() + data.numel() * data.element_size()
     return int(((addresses >= data.data_ptr()) & (addresses < end)).sum())
@@ -68,7 +68,7 @@ def test_rank_8_costs_the_same_next_to_slots_of_rank_256(loads) -> None:
 def test_an_embedding_reads_the_rows_of_its_tokens(loads) -> None:
     shape = Shape(301, (40,), 2, (8,), 0.0, ModuleKind.EMBEDDING)
     case = make_case(shape, [0, 1, 1, -1, 0], torch.float16, seed=5)
-    read = weight_elements_read(loads, case, kernels_of("triton").embedding)
+    read = weight_elements_read(loads, case, kernels_of("triton").embedding, 1.0)
     assert read == 4 * 8 + 2 * 40 * 8
 
 

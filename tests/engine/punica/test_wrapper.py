@@ -45,33 +45,6 @@ def two_ranks() -> tuple[Weights, LoRASlices]:
     return weights, lay_out(weights, Shape(5, (4,), 2, ()), torch.float32)
 
 
-def test_shrink_writes_the_own_rank_of_adapter_rows_and_nothing_else() -> None:
-    weights, operands = two_ranks()
-    punica = wrapper()
-    punica.update_metadata(LoRAMapping([7, 0, 8], [7, 0, 8]), [7, 8])
-    x, buffer = torch.randn(3, 5), torch.full((1, 3, 16), -5.0)
-    punica.add_shrink(buffer, x, operands, scale=2.0)
-    assert torch.allclose(buffer[0, 0, :2], 2 * weights[0, 0][0] @ x[0])
-    assert torch.allclose(buffer[0, 2, :8], 2 * weights[1, 0][0] @ x[2])
-    assert (buffer[0, 0, 2:] == -5).all()
-    assert (buffer[0, 1] == -5).all()
-    assert (buffer[0, 2, 8:] == -5).all()
-
-
-@pytest.mark.parametrize("add_inputs", [True, False])
-def test_expand_writes_at_its_offset_and_adds_or_replaces(add_inputs: bool) -> None:
-    weights, operands = two_ranks()
-    punica = wrapper()
-    punica.update_metadata(LoRAMapping([0, 8], [0, 8]), [7, 8])
-    shrunk, y = torch.randn(1, 2, 16), torch.ones(2, 9)
-    punica.add_expand(y, shrunk, operands, offset=3, add_inputs=add_inputs)
-    delta = weights[1, 0][1] @ shrunk[0, 1, :8]
-    assert torch.allclose(y[1, 3:7], delta + (1 if add_inputs else 0), atol=1e-6)
-    assert (y[0] == 1).all()
-    assert (y[1, :3] == 1).all()
-    assert (y[1, 7:] == 1).all()
-
-
 def forbidden(*_: object) -> None:
     raise AssertionError("a kernel was called")
 
@@ -92,9 +65,7 @@ def test_a_batch_of_other_rows_than_the_mapping_is_refused() -> None:
     with pytest.raises(ValueError, match="3 rows, but the mapping has 2"):
         punica.add_lora_linear(torch.ones(3, 4), torch.ones(3, 5), operands)
     with pytest.raises(ValueError, match="3 rows, but the mapping has 2"):
-        punica.add_lora_embedding(torch.ones(3, 4), torch.ones(3, dtype=torch.int64), operands)
-    with pytest.raises(ValueError, match="3 rows, but the mapping has 2"):
-        punica.add_lora_logits(torch.ones(3, 4), torch.ones(3, 5), operands)
+        punica.add_lora_embedding(torch.ones(3, 4), torch.ones(3, dtype=torch.int64), operands, 1.0)
 
 
 def test_a_head_uses_the_sampled_rows_or_every_token() -> None:
@@ -115,15 +86,15 @@ def test_logits_use_the_sampled_rows_and_other_layers_the_tokens() -> None:
     punica.update_metadata(
         LoRAMapping([slot + 1 for slot in rows], [slot + 1 for slot in sampled]), [1, 2]
     )
-    for slots, add, kind in [
-        (rows, punica.add_lora_linear, ModuleKind.LINEAR),
-        (rows, punica.add_lora_embedding, ModuleKind.EMBEDDING),
-        (sampled, punica.add_lora_logits, ModuleKind.LINEAR),
+    for slots, add, kind, scale in [
+        (rows, punica.add_lora_linear, ModuleKind.LINEAR, ()),
+        (rows, punica.add_lora_embedding, ModuleKind.EMBEDDING, (0.5,)),
+        (sampled, punica.add_lora_linear, ModuleKind.LINEAR, ()),
     ]:
         case = make_case(Shape(9, (6,), 2, (3, 4), 0.0, kind), slots, torch.float32, seed=1)
         found = case.y.clone()
-        add(found, case.x, case.slices, 0.5)
-        assert error_of(found, expected_output(case, 0.5)) < 1e-5
+        add(found, case.x, case.slices, *scale)
+        assert error_of(found, expected_output(case, *scale)) < 1e-5
 
 
 @given(
@@ -272,7 +243,7 @@ def test_logits_of_several_streams_have_the_adapters_of_their_rows() -> None:
     punica = wrapper()
     punica.update_metadata(LoRAMapping([7] * 3 + [8] * 3, [7, 8]), [7, 8])
     x, y = torch.randn(2, 2, 3, 5), torch.zeros(12, 4)
-    punica.add_lora_logits(y, x, operands)
+    punica.add_lora_linear(y, x, operands)
     for row in range(2):
         a, b = weights[row, 0]
         assert torch.allclose(y.view(2, 2, 3, 4)[row], x[row] @ a.T @ b.T, atol=1e-5)

@@ -43,9 +43,9 @@ def test_every_regime_is_launched_however_the_models_rows_are_run(model_type: st
     """The reference computes, in place of kernels that are compiled for a regime."""
     launched = set()
 
-    def linear(y: Any, x: Any, slices: Any, groups: Groups, scale: float) -> None:
+    def linear(y: Any, x: Any, slices: Any, groups: Groups) -> None:
         launched.add(OPERATIONS.variant_of(groups.bounds))
-        REFERENCE.linear(y, x, slices, groups, scale)
+        REFERENCE.linear(y, x, slices, groups)
 
     model, punica = prepared(model_type, linear=linear)
     assert model.batching == BATCHINGS[model_type]

@@ -109,7 +109,7 @@ def _without_shared(blocks: BlockOperands) -> Tensor:
     return table[reader[:-1]].where(torch.arange(table.shape[1]) < counts, table)
 
 
-def _linear(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float) -> None:
+def _linear(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:
     """Compute as `linear_reference` does, over the tiles of 16 rows."""
     size, table = groups.tiles[0]
     slots, first, count = table.unbind(1)
@@ -124,7 +124,7 @@ def _linear(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: flo
     for column, out_features in zip(slices.columns, slices.out_features, strict=True):
         a, b = _weights(slices, slots, column, out_features, groups.bounds.rank)
         delta = x.new_zeros(len(x) + 1, out_features)
-        delta[written] = scale * inputs @ a.mT @ b.mT
+        delta[written] = inputs @ a.mT @ b.mT
         y[:, start : start + out_features].add_(delta[:-1])
         start += out_features
 

@@ -75,7 +75,7 @@ TABLES = {
 }
 PAIRS = {"tile_starts": "*i64", "keys": "*i64", "pairs": "*i64"}
 NOT_ALIGNED = {
-    *("directory_stride", "y_offset", "experts", "pair_count", "heads", "table_stride"),
+    *("directory_stride", "experts", "pair_count", "heads", "table_stride"),
     *("row_count", "part_rows", "part_count", "window", "chunk"),
     *("tokens", "query_heads", "key_heads"),
 }
@@ -122,7 +122,7 @@ class Compiled(NamedTuple):
 
 def jobs(architecture: int, dtype: str) -> list[Job]:
     """Return every distinct launch of an architecture, for activations and weights of one dtype."""
-    found = {job.name: job for job in _jobs(architecture, dtype)}
+    found = {(job.name, *job.pointers.values()): job for job in _jobs(architecture, dtype)}
     return list(found.values())
 
 
@@ -136,7 +136,7 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
         split = {"UNIT": unit, "SPLITS": shrink.splits}
         yield Job(
             shrink_kernel,
-            {**weights, "y": floats, "x": own, "scale": "fp32"},
+            {**weights, "y": floats, "x": own},
             {**split, **blocks, "BLOCK_K": shrink.block_k // halved},
             *(shrink.warps, shrink.stages),
         )
@@ -150,7 +150,7 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
         if fused is not None:
             yield Job(
                 fused_kernel,
-                {**weights, "y": own, "x": own, "scale": "fp32"},
+                {**weights, "y": own, "x": own},
                 {
                     "UNIT": unit,
                     "SLICES": SLICES,
@@ -201,7 +201,7 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
 def _expand_jobs(splits: int, config: ExpandConfig, dtype: str) -> Iterator[Job]:
     """Yield the expand after a shrink with splits, after one without, and into a separate delta."""
     own = f"*{dtype}"
-    for parts, adds, out in ((splits, True, own), (1, True, own), (1, False, "*fp32")):
+    for parts, out in ((splits, own), (1, own), (1, "*fp32")):
         yield Job(
             expand_kernel,
             {**TABLES, "data": own, "y": out, "x": "*fp32"},
@@ -209,7 +209,6 @@ def _expand_jobs(splits: int, config: ExpandConfig, dtype: str) -> Iterator[Job]
                 "UNIT": 128 // ITEM_BYTES[dtype],
                 "SPLITS": parts,
                 "SLICES": SLICES,
-                "ADD": adds,
                 "OUT_UNIT": 16,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,

@@ -75,14 +75,13 @@ def test_both_strategies_are_right_in_every_dtype(dtype: torch.dtype, shape: Sha
         for block in blocks_of(case.groups, case.groups.spans):
             for name, strategy in strategies_of(case, block, dtype).items():
                 seen.add(name)
-                for scale in (1.0, -0.5):
-                    found = case.y.clone()
-                    strategy.run(found, case.x, scale)
-                    own = block_rows(block)
-                    expected = expected_output(case, scale)[own]
-                    assert error_of(found[own], expected) <= ERRORS_MAX[dtype], name
-                    others = [row for row in range(tokens) if row not in own.tolist()]
-                    assert torch.equal(found[others], case.y[others])
+                found = case.y.clone()
+                strategy.run(found, case.x)
+                own = block_rows(block)
+                expected = expected_output(case)[own]
+                assert error_of(found[own], expected) <= ERRORS_MAX[dtype], name
+                others = [row for row in range(tokens) if row not in own.tolist()]
+                assert torch.equal(found[others], case.y[others])
     assert ("batched" in seen) >= (shape is EQUAL)
 
 
@@ -99,8 +98,8 @@ def test_adjacent_groups_of_equal_size_are_added_to_their_rows(dtype: torch.dtyp
             for wide in (False, True):
                 y = torch.full((len(rows), 100), torch.nan, dtype=dtype)
                 found = y[:, 5:95].copy_(case.y) if wide else case.y.clone()
-                strategy.run(found, case.x, -0.5)
-                expected = expected_output(case, -0.5)
+                strategy.run(found, case.x)
+                expected = expected_output(case)
                 assert error_of(found, expected) <= ERRORS_MAX[dtype], name
                 assert torch.equal(found[case.base_rows], case.y[case.base_rows])
                 assert not wide or y[:, :5].isnan().all()
@@ -133,13 +132,13 @@ def test_weights_at_equal_distances_are_multiplied_where_they_are(
     x, y = (torch.randn(len(places) * rows, width).to(dtype) for width in (inputs, outputs))
     wanted = y.double() + torch.cat(
         [
-            2.0 * own.double() @ pair.a.double().T @ pair.b.double().T
+            own.double() @ pair.a.double().T @ pair.b.double().T
             for slot, own in enumerate(x.split(rows))
             for pair in slices.pairs(slot)
             if pair is not None
         ]
     )
-    Batched(block, slices, dtype, Scratch()).run(y, x, 2.0)
+    Batched(block, slices, dtype, Scratch()).run(y, x)
     assert error_of(y, wanted) <= ERRORS_MAX[dtype]
 
 
@@ -188,7 +187,7 @@ def test_few_rows_of_small_bfloat16_weights_are_multiplied_in_float32() -> None:
 )
 def test_long_groups_are_right(dtype: torch.dtype, rows: list[int]) -> None:
     case = make_case(Shape(130, (24, 100), 3, (3, 16)), rows, dtype, 1)
-    kernels_of("cpu").linear(case.y, case.x, case.slices, case.groups, 1.0)
+    kernels_of("cpu").linear(case.y, case.x, case.slices, case.groups)
     expected = expected_output(make_case(Shape(130, (24, 100), 3, (3, 16)), rows, dtype, 1))
     assert error_of(case.y, expected) <= ERRORS_MAX[dtype]
 
@@ -281,7 +280,7 @@ def test_memory_depends_on_the_rank_and_not_on_tokens_times_outputs() -> None:
         groups = case.groups
         products = CpuProducts(BatchTiler(batch_invariant=False), Scratch())
         with LargestResult(case.x, case.y, case.slices.directory.data) as largest:
-            products.linear(case.y, case.x, case.slices, groups, 1.0)
+            products.linear(case.y, case.x, case.slices, groups)
         assert 0 < largest.numbers <= max(bound, tokens)
 
 
