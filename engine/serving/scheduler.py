@@ -175,17 +175,13 @@ class GenerationScheduler:
         return using[0].slice_tokens > 0 and max(one.slice_tokens for one in using) >= tokens
 
     def leave(self, slot: Slot, slot_version: int) -> None:
-        """Let all generations of a slot be suspended once it no longer holds their adapter."""
+        """Let all generations of a slot be suspended once it no longer holds their adapter.
+
+        They leave the batch then, until their adapter is in a slot again. Prompts that are being
+        processed continue to be.
+        """
         for generation in self._generations.using(slot, slot_version):
             self._generations.suspended[generation.op] = generation
-
-    def suspend(self, slot: Slot, slot_version: int) -> None:
-        """Take all generations of a slot out of the batch, until their adapter is in a slot again.
-
-        Prompts that are being processed continue to be.
-        """
-        self.leave(slot, slot_version)
-        self._stop_computing(self._generations.using(slot, slot_version))
 
     def resend(self, request_id: RequestId) -> None:
         """Send running or recent outputs again from their first tokens, if they are known."""

@@ -17,7 +17,6 @@ from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.models.pooling_model import PoolingModel
 from loradock.engine.models.positions import CONTEXT_TOKENS_DEFAULT
-from loradock.engine.serving.queue import SlotTable
 from loradock.engine.serving.scheduler import GenerationScheduler
 from loradock.messages.prompts import Sampling
 from tests.support.engine.engine_examples import relative_error
@@ -122,7 +121,7 @@ def driver_of(scheme: Scheme, **fields: Any) -> SchedulerDriver:
     model = CausalModel(scheme.build(), LoRAConfig())
     arena, punica, _ = bind_lora(model, LoRAConfig(), 1 << 16)
     config = EngineConfig(Path(), device="cpu", **fields)
-    return SchedulerDriver(model, punica, SlotTable(arena, [None]), config, [], InlineJobs())
+    return SchedulerDriver(model, punica, arena, [None], config, [], InlineJobs())
 
 
 def preempt(scheduler: GenerationScheduler, op: int) -> bool:

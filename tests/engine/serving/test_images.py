@@ -246,7 +246,7 @@ def test_a_suspended_prompt_that_can_not_be_read_is_no_longer_suspended(bench: I
     driver = bench.driver(jobs)
     prompt = image_prompt("qwen2_vl", "a @", picture(8, 8))
     op = driver.start("one", structs.replace(prompt, images=(b"no image",)))
-    driver.scheduler.suspend(0, 1)
+    driver.scheduler.leave(0, 1)
     assert driver.scheduler.suspended == [op]
     jobs.run(1)
     driver.scheduler.collect()

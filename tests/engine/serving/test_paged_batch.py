@@ -497,7 +497,7 @@ def test_a_suspended_row_keeps_its_window_or_is_computed_again(
         bench = window_bench_of(kv_cache_bytes=12 * BLOCK_BYTES, max_num_batched_tokens=24)
         op = bench.start(NAMES[0], LONGER, Sampling(max_tokens=60))
         bench.run(steps=steps)
-        bench.scheduler.suspend(0, 1)
+        bench.suspend(0, 1)
         [row] = bench.batch._suspended.values()
         assert row.table.released > 0
         for start in range(others):

@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import torch
 
 from loradock.engine.config import EngineConfig, LoRAConfig
 from loradock.engine.models.causal_model import CausalModel
-from loradock.engine.residency.arena import Arena
-from loradock.engine.residency.staging import Blob
 from loradock.engine.serving.padded_batch import PaddedBatch, PrefillBatch
 from loradock.engine.serving.paged_batch import PagedBatch
 from loradock.engine.serving.paged_cache import PagedKVCache
@@ -156,7 +153,7 @@ def test_a_suspended_generation_that_is_stopped_ends_and_frees_its_memory(
     assert not bench.scheduler.is_turn_over(0, 1, 1)
     bench.run(steps=4)
     assert bench.scheduler.is_turn_over(0, 1, 1)
-    bench.scheduler.suspend(0, 1)
+    bench.suspend(0, 1)
     assert (bench.scheduler.is_idle, bench.scheduler.suspended) == (True, [op])
     assert bench.scheduler.operations == [op]
     assert bench.scheduler.kv_use.size_bytes > 0
@@ -176,10 +173,10 @@ def test_a_resumed_generation_whose_slot_is_lost_fails_and_frees_its_memory(
     bench = bench_of()
     op = bench.start(NAMES[0], PROMPTS[1], Sampling(max_tokens=50))
     bench.run(steps=4)
-    bench.scheduler.suspend(0, 1)
+    bench.suspend(0, 1)
     bench.write_again(0)
     bench.run(steps=1)
-    bench.leave(0, 2)
+    bench.clear(0, 2)
     bench.run()
     assert isinstance(bench.end(op), OperationFailed)
     assert bench.scheduler.kv_use.size_bytes == 0
@@ -194,7 +191,7 @@ def test_the_oldest_of_an_adapters_generations_continues_first(
     bench = bench_of(paged_attention=paged, max_num_seqs=1)
     ops = [bench.start(NAMES[0], PROMPTS[1], Sampling(max_tokens=50)) for _ in range(3)]
     bench.run(steps=4)
-    bench.scheduler.suspend(0, 1)
+    bench.suspend(0, 1)
     bench.write_again(0)
     for op in ops:
         bench.run(steps=1)
@@ -211,7 +208,7 @@ def test_a_suspended_generation_keeps_blocks_that_would_be_too_few_for_another(
     )
     bench.start(NAMES[0], tuple(range(40)), Sampling(max_tokens=20, ignore_eos=True))
     bench.run(steps=2)
-    bench.scheduler.suspend(0, 1)
+    bench.suspend(0, 1)
     bench.start(None, tuple(range(100)), Sampling(max_tokens=28, ignore_eos=True))
     bench.run(steps=5)
     other = bench.start(None, tuple(range(117)), Sampling(max_tokens=11, ignore_eos=True))
@@ -412,12 +409,12 @@ KINDS = {"lfm2": "StateCache", "minimax": "SingleRows", "recurrent_gemma": "Sing
 """Each type of model, and the class of the cache that its running rows have."""
 
 
-def run_in_moving_slots(driver: SchedulerDriver, arena: Arena, blobs: Mapping[int, Blob]) -> int:
+def run_in_moving_slots(driver: SchedulerDriver) -> int:
     """Run all generations to their ends; return how often one was suspended.
 
-    Every few steps all adapters leave their slots and then enter others. `blobs`: by adapter id.
+    Every few steps all adapters leave their slots and then enter others.
     """
-    scheduler, residents = driver.scheduler, driver.scheduler._slots.residents
+    scheduler, blobs = driver.scheduler, driver.blobs
     # Otherwise a row that continues from another one's states could be computed again.
     scheduler.on_preemption = lambda _: pytest.fail("states were not kept")
     places = {adapter_id: (adapter_id - 1, 1) for adapter_id in blobs}
@@ -429,17 +426,14 @@ def run_in_moving_slots(driver: SchedulerDriver, arena: Arena, blobs: Mapping[in
         if not all(scheduler.is_turn_over(*place, 1) for place in places.values()):
             continue
         for slot, before in places.values():
-            scheduler.suspend(slot, before)
-            arena.reset(slot, before)
-            residents[slot] = None
+            driver.suspend(slot, before)
         suspensions += len(scheduler.suspended)
         driver.run(steps=2)
         generation += 1
-        for adapter_id, blob in blobs.items():
+        for adapter_id in blobs:
             slot = (adapter_id + generation) % len(blobs)
-            arena.begin_write(slot, generation, blob)
-            arena.finish_write(slot)
-            residents[slot], places[adapter_id] = adapter_id, (slot, generation)
+            driver.write(slot, adapter_id, generation)
+            places[adapter_id] = slot, generation
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -454,7 +448,7 @@ def test_rows_with_states_are_suspended_with_them(model_type: str, tmp_path: Pat
     rows = [(names[row % len(names)], prompt_of(row, length)) for row, length in enumerate(LENGTHS)]
     sampling = Sampling(max_tokens=STEPS, ignore_eos=True)
     ops = {bench.start(*row, sampling): row for row in rows}
-    assert run_in_moving_slots(bench, bench.arena, bench.blobs) > 2 * len(rows)
+    assert run_in_moving_slots(bench) > 2 * len(rows)
     for op, row in ops.items():
         assert bench.output(op)[0] == reference.generate(*row)[1], row
     assert bench.scheduler.kv_use.size_bytes == 0
@@ -469,8 +463,7 @@ def test_prompts_with_images_are_suspended_and_not_read_again(
     driver = bench.driver(max_num_seqs=8, paged_attention=is_paged)
     sampling = Sampling(max_tokens=24)
     ops = {driver.start(row.adapter, bench.prompt(row), sampling): row for row in ROWS}
-    blobs = dict(enumerate(bench.blobs, 1))
-    assert run_in_moving_slots(driver, bench.arena, blobs) > len(ROWS)
+    assert run_in_moving_slots(driver) > len(ROWS)
     assert driver.scheduler.kv_use.layout == ("paged" if is_paged else "padded")
     for op, row in ops.items():
         assert driver.output(op)[0] == reference.greedy(row, 24), row.text
@@ -485,13 +478,13 @@ def test_a_prompt_with_images_takes_the_blocks_of_suspended_sequences(tmp_path: 
     alone = bench.driver(max_num_seqs=1).alone("one", tokens, Sampling(max_tokens=9))
     suspended = driver.start("one", tokens, Sampling(max_tokens=9))
     driver.run(steps=5)
-    driver.scheduler.suspend(0, 1)
+    driver.suspend(0, 1)
     pool, row = driver.scheduler.batch.pool, ROWS[2]
     assert pool.available < pool.referenced
     op = driver.start(row.adapter, bench.prompt(row), Sampling(max_tokens=100))
     driver.run()
     assert driver.output(op)[0] == reference.greedy(row, 100)
-    bench.write_again(0)
+    driver.write_again(0)
     driver.run()
     assert driver.output(suspended) == alone
 
@@ -505,14 +498,14 @@ def test_a_suspended_prompt_with_images_loses_its_blocks_and_continues(
     driver, row, tokens = bench.driver(max_num_seqs=1), ROWS[2], tuple(range(50, 250))
     suspended = driver.start(row.adapter, bench.prompt(row), Sampling(max_tokens=100))
     driver.run(steps=5)
-    driver.scheduler.suspend(1, 1)
+    driver.suspend(1, 1)
     op = driver.start("one", tokens, Sampling(max_tokens=9))
     if is_resumed:
         driver.run(steps=3)
-        bench.write_again(1)
+        driver.write_again(1)
     driver.run()
     if not is_resumed:
-        bench.write_again(1)
+        driver.write_again(1)
         driver.run()
     assert driver.output(suspended)[0] == reference.greedy(row, 100)
     assert driver.output(op)[0] == driver.alone("one", tokens, Sampling(max_tokens=9))[0]
@@ -544,10 +537,10 @@ def test_a_suspended_prompt_with_images_fails_alone_where_memory_lacks(
         return run(*arguments)
 
     monkeypatch.setattr(owner, copies, failing_first)
-    driver.scheduler.suspend(1, 1)
+    driver.suspend(1, 1)
     op = driver.start("one", tokens, Sampling(max_tokens=9))
     driver.run()
-    bench.write_again(1)
+    driver.write_again(1)
     driver.run()
     failed = driver.end(suspended)
     assert isinstance(failed, OperationFailed)

@@ -13,6 +13,7 @@ from loradock.engine.jobs import InlineJobs, Jobs
 from loradock.engine.models.binding import bind_lora
 from loradock.engine.models.causal_model import CausalModel
 from loradock.engine.punica import PunicaWrapper
+from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.staging import Blob, stage
 from loradock.engine.serving.paged_batch import PagedBatch
 from loradock.engine.serving.queue import SlotTable
@@ -34,19 +35,24 @@ SIXTEEN = Sampling(max_tokens=16)
 class SchedulerDriver:
     """Starts generations; adapter number `n` of `names` is in slot `n`, generation 1, id `n + 1`.
 
-    The request id is the operation's number.
+    The request id is the operation's number. `residents`: the adapter in each slot of `arena`.
+    `blobs`: what is written into slots, by id.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts of an engine
         self,
         model: CausalModel,
         punica: PunicaWrapper,
-        slots: SlotTable,
+        arena: Arena,
+        residents: list[int | None],
         config: EngineConfig,
         names: Sequence[str],
         jobs: Jobs[OpId],
     ) -> None:
         self.model, self.names, self.reports, self.op = model, names, [], 0
+        self.arena, self.residents = arena, residents
+        self.blobs: dict[int, Blob] = {}
+        slots = SlotTable(arena, residents)
         emit = self.reports.append
         self.scheduler = GenerationScheduler(model, punica, slots, config, emit, jobs)
 
@@ -67,6 +73,27 @@ class SchedulerDriver:
         )
         self.scheduler.start(structs.replace(command, **fields))
         return self.op
+
+    def write(self, slot: int, adapter_id: int, generation: int) -> None:
+        """Write an adapter into a slot."""
+        self.arena.begin_write(slot, generation, self.blobs[adapter_id])
+        self.arena.finish_write(slot)
+        self.residents[slot] = adapter_id
+
+    def clear(self, slot: int, generation: int) -> None:
+        """Clear a slot."""
+        self.arena.reset(slot, generation)
+        self.residents[slot] = None
+
+    def suspend(self, slot: int, generation: int) -> None:
+        """Let an adapter leave its slot at the end of its turn, and clear the slot."""
+        self.scheduler.leave(slot, generation)
+        self.clear(slot, generation)
+        self.scheduler.collect()
+
+    def write_again(self, slot: int) -> None:
+        """Let the adapter that was in a slot at the start enter it again."""
+        self.write(slot, slot + 1, 2)
 
     def run(self, steps: int = 1000) -> None:
         """Run at most `steps` steps; without an argument, until the scheduler is idle."""
@@ -146,7 +173,7 @@ class SchedulerDriver:
 
 
 class GenerationBench(SchedulerDriver):
-    """A text model with adapters of `root`; `blobs`: what is written into slots, by id."""
+    """A text model with adapters of `root`."""
 
     def __init__(
         self,
@@ -158,29 +185,10 @@ class GenerationBench(SchedulerDriver):
     ) -> None:
         fields = {"max_lora_rank": 16, "max_loras": len(names), "lora_dtype": "float32"}
         wanted = LoRAConfig(**fields | lora_fields)
-        self.arena, punica, self.lora_config = bind_lora(model, wanted, 4 << 20)
-        self.arena.data.fill_(torch.nan)
-        self.residents: list[int | None] = [None] * len(names)
-        slots = SlotTable(self.arena, self.residents)
-        super().__init__(model, punica, slots, config, names, InlineJobs())
-        self.blobs: dict[int, Blob] = {}
+        arena, punica, self.lora_config = bind_lora(model, wanted, 4 << 20)
+        arena.data.fill_(torch.nan)
+        super().__init__(model, punica, arena, [None] * len(names), config, names, InlineJobs())
         for slot, name in enumerate(names):
             loaded = read_adapter(name, [root], model.adapter_target(self.lora_config))
             self.blobs[slot + 1] = stage(loaded.model, model.shapes, torch.float32)
             self.write(slot, slot + 1, 1)
-
-    def write(self, slot: int, adapter_id: int, generation: int) -> None:
-        """Write an adapter into a slot."""
-        self.arena.begin_write(slot, generation, self.blobs[adapter_id])
-        self.arena.finish_write(slot)
-        self.residents[slot] = adapter_id
-
-    def leave(self, slot: int, generation: int) -> None:
-        """Clear a slot."""
-        self.arena.reset(slot, generation)
-        self.residents[slot] = None
-
-    def write_again(self, slot: int) -> None:
-        """Let the adapter that is in a slot since the start leave it and enter it again."""
-        self.leave(slot, 1)
-        self.write(slot, slot + 1, 2)

@@ -27,7 +27,6 @@ from loradock.engine.models.tokenization import prompt_tokens
 from loradock.engine.parallel import SINGLE, ParallelGroup
 from loradock.engine.punica import LoRAMapping
 from loradock.engine.residency.staging import Blob, stage
-from loradock.engine.serving.queue import SlotTable
 from loradock.messages.ids import OpId
 from loradock.messages.prompts import Prompt
 from tests.support.engine.generation_bench import SchedulerDriver
@@ -161,16 +160,8 @@ class ImageBench:
         for slot, name in enumerate(NAMES):
             loaded = read_adapter(name, [directory / "adapters"], model.adapter_target(self.config))
             self.blobs.append(stage(loaded.model, model.shapes, torch.float32))
-            self._write(slot, 1)
-
-    def _write(self, slot: int, generation: int) -> None:
-        self.arena.begin_write(slot, generation, self.blobs[slot])
-        self.arena.finish_write(slot)
-
-    def write_again(self, slot: int) -> None:
-        """Let the adapter of a slot leave it and enter it again."""
-        self.arena.reset(slot, 1)
-        self._write(slot, 2)
+            self.arena.begin_write(slot, 1, self.blobs[slot])
+            self.arena.finish_write(slot)
 
     def read(self, row: PromptRow) -> ProcessedPrompt:
         assert self.model.prompt_reader is not None, self.model.no_images_reason
@@ -181,8 +172,10 @@ class ImageBench:
     def driver(self, jobs: Jobs[OpId] | None = None, **fields: Any) -> SchedulerDriver:
         """Return a scheduler of this model."""
         config = EngineConfig(Path(), **fields)
-        slots = SlotTable(self.arena, [1, 2])
-        return SchedulerDriver(self.model, self.punica, slots, config, NAMES, jobs or InlineJobs())
+        jobs = jobs or InlineJobs()
+        driver = SchedulerDriver(self.model, self.punica, self.arena, [1, 2], config, NAMES, jobs)
+        driver.blobs.update(enumerate(self.blobs, 1))
+        return driver
 
     def prompt(self, row: PromptRow) -> Prompt:
         """Return what a client sends for a row."""

@@ -25,7 +25,7 @@ class Rotation(GenerationBench):
     def __init__(self, model: CausalModel, root: Path, config: EngineConfig) -> None:
         super().__init__(model, root, config)
         for slot in range(len(NAMES)):
-            self.leave(slot, 1)
+            self.clear(slot, 1)
         self.suspensions = 0
         self.patience, self.turn_tokens = sys.maxsize, 1
         # Calls of `rotate` since each slot was entered.
@@ -37,13 +37,17 @@ class Rotation(GenerationBench):
         self._started: set[int] = set()
 
     def want(self, number: int, name: str | None, prompt: Any, sampling: Sampling) -> None:
-        """Request a generation, which begins when its adapter is in a slot."""
+        """Request a generation, which begins when its adapter is in a slot.
+
+        If it is in one and others wait, it begins in the next turn.
+        """
         adapter_id = 0 if name is None else NAMES.index(name) + 1
         self._requests.setdefault(adapter_id, []).append((number, (name, prompt, sampling)))
         if adapter_id == 0:
             self._begin(number, -1, 0, (name, prompt, sampling))
-        elif adapter_id not in self._waiting:
+        elif adapter_id not in (*self._waiting, *(one for one, _ in self._in_slots)):
             self._waiting.append(adapter_id)
+        self._begin_unless_others_wait()
 
     def rotate(self) -> None:
         """Give each slot to the next adapter, if the one in it has had its turn."""
@@ -56,21 +60,32 @@ class Rotation(GenerationBench):
                 continue
             if adapter_id:
                 before = len(self.scheduler.suspended)
-                self.scheduler.suspend(slot, generation)
+                self.scheduler.leave(slot, generation)
                 self.suspensions += len(self.scheduler.suspended) - before
-                self.leave(slot, generation)
+                self.clear(slot, generation)
                 if self._unfinished(adapter_id):
                     self._waiting.append(adapter_id)
             self._enter(slot, self._waiting.popleft())
+        self._begin_unless_others_wait()
+
+    def _begin_unless_others_wait(self) -> None:
+        if not self._waiting:
+            for slot in range(SLOTS):
+                self._begin_all(slot)
 
     def _enter(self, slot: int, adapter_id: int) -> None:
         self._generation += 1
         self._ages[slot] = 0
         self.write(slot, adapter_id, self._generation)
         self._in_slots[slot] = (adapter_id, self._generation)
+        self._begin_all(slot)
+
+    def _begin_all(self, slot: int) -> None:
+        """Begin the requests for the adapter in a slot."""
+        adapter_id, generation = self._in_slots[slot]
         for number, request in self._unfinished(adapter_id):
             if number not in self._started:
-                self._begin(number, slot, self._generation, request)
+                self._begin(number, slot, generation, request)
 
     def _begin(self, number: int, slot: int, generation: int, request: Any) -> None:
         name, prompt, sampling = request
