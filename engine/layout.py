@@ -256,11 +256,6 @@ def aligned_elements(elements: int, dtype: torch.dtype) -> int:
     return -(-elements // alignment) * alignment
 
 
-def a_elements(rank: int, in_features: int, dtype: torch.dtype) -> int:
-    """Return the elements from the start of A `[rank, in_features]` to the start of its B."""
-    return aligned_elements(rank * in_features, dtype)
-
-
 def matrices_of(
     data: torch.Tensor, start: int, rank: int, shape: ModuleShape
 ) -> tuple[torch.Tensor, torch.Tensor]:

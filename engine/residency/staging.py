@@ -13,30 +13,15 @@ from loradock.engine.adapters.layer_weights import LoRALayerWeights, highest_ran
 from loradock.engine.adapters.lora_model import LoRAModel
 from loradock.engine.layout import (
     ABSENT,
-    ALIGNMENT_BYTES,
     ModuleKind,
     ModuleShape,
-    a_elements,
     aligned_elements,
     blob_bytes,
     directory_columns,
     directory_entries,
-    slice_elements,
 )
 from loradock.engine.memory import allocate_host
 from loradock.engine.residency.pinned import PinnedMemory
-
-__all__ = [
-    "ABSENT",
-    "ALIGNMENT_BYTES",
-    "Blob",
-    "ModuleShape",
-    "a_elements",
-    "blob_bytes",
-    "slice_elements",
-    "stage",
-    "unpack",
-]
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,9 +28,9 @@ from loradock.engine.layers import (
     wrapper_of,
 )
 from loradock.engine.layers.packed import PackedLinear
+from loradock.engine.layout import ModuleShape
 from loradock.engine.punica import LoRAMapping, PunicaWrapper
 from loradock.engine.residency.arena import Arena
-from loradock.engine.residency.staging import ModuleShape
 
 SLOTS = 3
 

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from loradock.engine.errors import Conflict, DeviceOutOfMemory, NotResident
-from loradock.engine.layout import ModuleKind
+from loradock.engine.layout import (
+    ABSENT,
+    ALIGNMENT_BYTES,
+    ModuleKind,
+    ModuleShape,
+    slice_elements,
+)
 from loradock.engine.residency.arena import Arena
 from loradock.engine.residency.pinned import PinnedMemory
-from loradock.engine.residency.staging import ABSENT, ALIGNMENT_BYTES, ModuleShape, slice_elements
 from tests.support.engine.arena_examples import (
     CAPACITY_BYTES,
     MODULES,

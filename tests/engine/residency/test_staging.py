@@ -11,18 +11,16 @@ from hypothesis import strategies as st
 from loradock.engine.adapters.layer_weights import LoRALayerWeights
 from loradock.engine.adapters.lora_model import LoRAModel
 from loradock.engine.errors import HostOutOfMemory
-from loradock.engine.residency.pinned import PinnedMemory
-from loradock.engine.residency.staging import (
+from loradock.engine.layout import (
     ABSENT,
     ALIGNMENT_BYTES,
-    Blob,
     ModuleShape,
-    a_elements,
+    aligned_elements,
     blob_bytes,
     slice_elements,
-    stage,
-    unpack,
 )
+from loradock.engine.residency.pinned import PinnedMemory
+from loradock.engine.residency.staging import Blob, stage, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STORED = [*DTYPES, torch.float64]
@@ -134,7 +132,7 @@ def _filled_with_nan(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 def test_b_starts_on_the_next_multiple_of_128_bytes(
     rank: int, width: int, dtype: torch.dtype, expected: int
 ) -> None:
-    assert a_elements(rank, width, dtype) == expected
+    assert aligned_elements(rank * width, dtype) == expected
 
 
 def test_a_module_without_a_column_is_an_error() -> None:
