@@ -224,7 +224,6 @@ class EngineConfig(EngineOptions):
     adapter_roots: tuple[Path, ...] = ()
     device_bytes_max: int = DEVICE_BYTES_DEFAULT
     pinned_bytes_max: int = PINNED_BYTES_DEFAULT
-    adapter_bounds: AdapterBounds = field(default_factory=AdapterBounds)
 
     def __post_init__(self) -> None:
         if isinstance(self.adapter_roots, str | Path):

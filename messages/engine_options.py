@@ -387,9 +387,8 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     """The JSON argument of an engine process.
 
     `parent_pid`: the supervisor's, with which the engine ends; None without one. `progress`: the
-    shared memory in which it reports its steps to its supervisor. `engine_id`: unique for each
-    start; empty for `launch_id` and a random string. `launch_id`: the supervisor's run, whose
-    controller takes an engine of another run for ended.
+    shared memory in which it reports its steps to its supervisor. `launch_id`: the supervisor's
+    run, with which the engine's id begins; its controller takes an engine of another run for ended.
     """
 
     start: EngineStart
@@ -398,5 +397,4 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     parent_pid: int | None = None
     progress: str = ""
     step_timeout_ms: int = STEP_TIMEOUT_MS
-    engine_id: str = ""
     launch_id: str = ""

@@ -251,12 +251,10 @@ class PEFTHelper:
         return replace(helper, max_position_embeddings=max_position_embeddings)
 
     @classmethod
-    def from_dict(
-        cls, config: Mapping[str, Any], bounds: AdapterBounds = DEFAULT_BOUNDS
-    ) -> "PEFTHelper":
+    def from_dict(cls, config: Mapping[str, Any]) -> "PEFTHelper":
         """Return a config; raises `AdapterConfigRefused` with all its problems."""
-        problems = Problems(bounds.problems_max)
-        helper = cls.read(config, bounds, problems)
+        problems = Problems(DEFAULT_BOUNDS.problems_max)
+        helper = cls.read(config, DEFAULT_BOUNDS, problems)
         if helper is None or problems:
             raise problems.error()
         return helper

@@ -14,7 +14,6 @@ from loradock.engine.adapters.lora_request import LoRARequest, tensorizer_direct
 from loradock.engine.adapters.problems import shown
 from loradock.engine.adapters.reader import read_adapter
 from loradock.engine.adapters.target import AdapterTarget
-from loradock.engine.config import DEFAULT_BOUNDS, AdapterBounds
 from loradock.engine.errors import AdapterNotFound, Conflict, EngineError, NotResident
 from loradock.engine.manager.attributes import Clock, Durations
 from loradock.engine.manager.model_checks import check_kind
@@ -45,12 +44,11 @@ class WorkerLoRAManager:
         manager: LoRAModelManager,
         *,
         adapter_roots: Sequence[Path] | None = None,
-        bounds: AdapterBounds = DEFAULT_BOUNDS,
         allow_pickled: bool = False,
     ) -> None:
         check_kind("manager", manager, LoRAModelManager, "; create_lora_manager makes one")
         self.manager: Final = manager
-        self._reader = RequestReader(manager.adapter_target, adapter_roots, bounds, allow_pickled)
+        self._reader = RequestReader(manager.adapter_target, adapter_roots, allow_pickled)
 
     def add_adapter(self, adapter_request: LoRARequest) -> bool:
         """Read an adapter and move it into a slot; False if its files did not have to be read.
@@ -219,12 +217,10 @@ class RequestReader:
         self,
         adapter_target: AdapterTarget,
         roots: Sequence[Path] | None,
-        bounds: AdapterBounds,
         allow_pickled: bool,
     ) -> None:
         self._adapter_target = adapter_target
         self._roots = roots
-        self._bounds = bounds
         self._allow_pickled = allow_pickled
         # By source, so that stamps never apply to an adapter with the same id from elsewhere.
         self._stamps: dict[AdapterSource, FileStamps] = {}
@@ -264,7 +260,6 @@ class RequestReader:
                 path,
                 roots,
                 self._adapter_target,
-                self._bounds,
                 request.lora_name,
                 allow_pickled=self._allow_pickled,
                 is_3d_lora_weight=request.is_3d_lora_weight,

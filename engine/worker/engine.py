@@ -19,7 +19,7 @@ import msgspec
 from loradock.engine.adapters.lora_model import LoadedAdapter
 from loradock.engine.adapters.reader import KnownFiles, read_adapter, read_opened
 from loradock.engine.adapters.reader_process import ReaderProcess
-from loradock.engine.config import EngineConfig, LoRAConfig
+from loradock.engine.config import DEFAULT_BOUNDS, EngineConfig, LoRAConfig
 from loradock.engine.errors import EngineError, NotServed
 from loradock.engine.jobs import CollectiveJobs, Jobs, ThreadedJobs
 from loradock.engine.memory import allocated_bytes
@@ -248,7 +248,6 @@ class Engine:
             command.path or command.adapter,
             self._config.adapter_roots,
             self._adapter_target,
-            self._config.adapter_bounds,
             command.adapter,
             allow_pickled=self._config.allow_pickled_weights,
             is_follower=not self._group.is_leader,
@@ -261,11 +260,11 @@ class Engine:
         """Start the process that reads adapters, before this one has threads."""
         if not self._group.is_trivial:
             raise ValueError("isolate_reading needs an engine of one process")
-        target, bounds = self._adapter_target, self._config.adapter_bounds
+        target = self._adapter_target
         if model.device.type != "cpu":
             # A forked process can't use the device.
             target = replace(target, read_base=_unread, base_parameter=_unread)
-        bounds = target.bounded(bounds)
+        bounds = target.bounded(DEFAULT_BOUNDS)
         return ReaderProcess(
             target,
             lambda files, request, allocate: read_opened(files, target, bounds, request, allocate),

@@ -75,7 +75,6 @@ def run(options: EngineProcess) -> int:
     Every rank that `torchrun` starts runs this: rank 0 serves, and the others follow it.
     """
     process_log.configure(options.start.log_format, "engine", options.start.log_level)
-    options = with_engine_id(options)
     try:
         config, lora_config = configs(options)
         keys = read_key_pair(options.start.key), read_public_key(options.start.server_key)
@@ -100,10 +99,9 @@ def run(options: EngineProcess) -> int:
         return 1
 
 
-def with_engine_id(options: EngineProcess) -> EngineProcess:
-    """Return the configuration with a unique id of this start, unless it has an id."""
-    unique = (options.launch_id + uuid4().hex)[:_ENGINE_ID_CHARACTERS]
-    return msgspec.structs.replace(options, engine_id=options.engine_id or unique)
+def new_engine_id(launch_id: str) -> str:
+    """Return a unique id of this start; its beginning is the supervisor's run."""
+    return (launch_id + uuid4().hex)[:_ENGINE_ID_CHARACTERS]
 
 
 def configs(options: EngineProcess) -> tuple[EngineConfig, LoRAConfig]:
@@ -167,7 +165,8 @@ def _run(setup: RankSetup, options: EngineProcess) -> int:
     progress = Progress(options.progress)
     try:
         model = _load(setup, progress)
-        engine = Engine(model, setup.config, setup.lora_config, options.engine_id, wakeup.wake)
+        engine_id = new_engine_id(options.launch_id)
+        engine = Engine(model, setup.config, setup.lora_config, engine_id, wakeup.wake)
     except (ModelRefused, EngineError, ValueError) as error:
         _log.error("the engine can't start", error=str(error))
         progress.end(str(error))
@@ -227,13 +226,13 @@ def _serve(
         worker = Worker(engine, socket, wakeup, setup.parents, progress, step_bound_s, setup.spans)
         _handle_signals(worker, wakeup, bool(setup.parents))
         model = str(setup.config.model_directory)
-        _log.info("ready", engine_id=options.engine_id, model=model, ranks=setup.group.world_size)
+        _log.info("ready", engine_id=engine.engine_id, model=model, ranks=setup.group.world_size)
         try:
             worker.run()
         finally:
             context.destroy(linger=0)
     engine.close()
-    _log.info("ended", engine_id=options.engine_id)
+    _log.info("ended", engine_id=engine.engine_id)
 
 
 def _open_parents(supervisor_pid: int | None) -> list[int]:

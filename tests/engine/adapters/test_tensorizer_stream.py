@@ -53,7 +53,9 @@ def streamed(weights: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def load(path: Path, bounds: AdapterBounds = DEFAULT_BOUNDS) -> LoadedAdapter:
-    return read_adapter(path.name, [path.parent], AdapterTarget(MODULES, LORA_CONFIG), bounds)
+    return read_adapter(
+        path.name, [path.parent], AdapterTarget(MODULES, LORA_CONFIG), bounds=bounds
+    )
 
 
 def test_without_the_package_the_error_names_the_package_to_install(

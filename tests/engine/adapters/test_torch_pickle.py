@@ -50,7 +50,7 @@ def load(
 ) -> LoadedAdapter:
     roots = [path.parent]
     side = AdapterTarget(MODULES, LORA_CONFIG)
-    return read_adapter(path.name, roots, side, bounds, allow_pickled=allow_pickled)
+    return read_adapter(path.name, roots, side, bounds=bounds, allow_pickled=allow_pickled)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])

@@ -79,12 +79,9 @@ def test_an_argument_that_can_not_be_read_ends_the_start(
 
 
 def test_every_start_of_an_engine_has_another_id() -> None:
-    start = EngineStart(connect="ipc://x", model="m", key="k", server_key="s")
-    found = [process.with_engine_id(EngineProcess(start=start, launch_id="l")) for _ in range(2)]
-    assert found[0].engine_id != found[1].engine_id
-    assert all(one.engine_id.startswith("l") for one in found)
-    named = EngineProcess(start=start, engine_id="e")
-    assert process.with_engine_id(named) == named
+    found = [process.new_engine_id("l") for _ in range(2)]
+    assert found[0] != found[1]
+    assert all(one.startswith("l") for one in found)
 
 
 @pytest.mark.usefixtures("_default_logging")

@@ -86,5 +86,5 @@ def read(
 ) -> LoadedAdapter:
     """Read the adapter in a directory, with its parent directory as the only root."""
     return read_adapter(
-        path.name, [path.parent], AdapterTarget(modules, lora_config), bounds, "sample"
+        path.name, [path.parent], AdapterTarget(modules, lora_config), "sample", bounds=bounds
     )
