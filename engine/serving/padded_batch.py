@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from loradock.engine.models.image_inputs import ImageInputs, position_offsets
-from loradock.engine.models.kv_cache import BatchKVCache
 from loradock.engine.models.probing import MakeCache
 from loradock.engine.models.row_cache import RowCache, RowStates
 from loradock.engine.punica.mapping import LoRAMapping
@@ -59,7 +58,7 @@ class PrefillBatch:
     def __init__(
         self,
         sequences: SequenceOf[Sequence],
-        new_cache: MakeCache = BatchKVCache,
+        new_cache: MakeCache,
         beginnings: SequenceOf[Beginning] = (),
     ) -> None:
         self.sequences = list(sequences)
@@ -189,9 +188,6 @@ PREFILLS_MAX: Final = 4
 """The most groups of prompts that are prefilled in turn: short prompts overtake long ones."""
 
 
-NO_PREFIXES: Final = PrefixStates(0)
-
-
 class PaddedBatch:
     """Prefills one group's chunk, and then decodes one token of every running sequence.
 
@@ -208,7 +204,7 @@ class PaddedBatch:
         budget: StepBudget,
         events: BatchEvents,
         suspended_max: int,
-        prefixes: PrefixStates = NO_PREFIXES,
+        prefixes: PrefixStates,
     ) -> None:
         self.budget: Final = budget
         self._runner = runner

@@ -69,11 +69,6 @@ class SlotTable:
         """Raise `NotResident` unless the slot holds this adapter in this version of the slot."""
         if command.slot == NO_SLOT and command.adapter_id == BASE:
             return
-        if not 0 <= command.slot < len(self.residents):
-            raise NotResident(
-                f"slot of adapter {command.adapter_id} must be 0 to {len(self.residents) - 1}, or "
-                f"{NO_SLOT} for the base model alone, got {command.slot}"
-            )
         self._arena.check_generation(command.slot, command.generation)
         if self.residents[command.slot] != command.adapter_id:
             raise NotResident(
