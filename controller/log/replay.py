@@ -292,25 +292,9 @@ def _replay_segments(
 ) -> None:
     for segment in segments:
         if not any_rules:
-            _check_rules_of(segment)
+            segment.check_rules(RULES)
         if not replayer.handle(segment):
             return
-
-
-def check_rules(directory: Path, storage: Storage = DISK) -> None:
-    """Raise `LogForeign` if the log's last segment was written by other rules."""
-    paths = segment_paths(directory, storage) if storage.is_directory(directory) else []
-    if paths:
-        _check_rules_of(Segment(paths[-1], None, True, storage))
-
-
-def _check_rules_of(segment: Segment) -> None:
-    if segment.header.rules != RULES:
-        raise LogForeign(
-            f"{segment.file}: written by rules {segment.header.rules}; this version replays rules "
-            f"{RULES}; carry its state over with `loradock log export` and `loradock log "
-            "import`, or use the version that wrote it"
-        )
 
 
 @contextmanager

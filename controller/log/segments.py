@@ -20,6 +20,7 @@ from loradock.controller.log.format import (
     ChainLink,
     LogBusy,
     LogCorrupt,
+    LogForeign,
     Scan,
     frame_before,
     read_header,
@@ -146,6 +147,15 @@ class Segment:
             raise self._corrupt(f"its header specifies {header.first_seq} as its first record")
         self.scan = Scan(self.scan.data, frame.end, frame.link)
         return header, frame.before
+
+    def check_rules(self, rules: int) -> None:
+        """Raise `LogForeign` if the segment was written by other rules."""
+        if self.header.rules != rules:
+            raise LogForeign(
+                f"{self.file}: written by rules {self.header.rules}; this version replays rules "
+                f"{rules}; carry its state over with `loradock log export` and `loradock log "
+                "import`, or use the version that wrote it"
+            )
 
     def frames(self) -> Generator[tuple[Seq, Epoch, bytes]]:
         """Yield number, epoch and body of each record, up to the end or a torn tail."""

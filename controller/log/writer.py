@@ -20,7 +20,6 @@ import msgspec
 from loradock.controller.log.format import (
     CHAIN_START,
     LogCorrupt,
-    LogForeign,
     LogFull,
     LogSyncFailed,
     frame_header,
@@ -85,8 +84,8 @@ class Log:
         `header.first_seq` is set here. A header that differs from the last segment's begins a new
         segment. A segment that has reached `segment_bytes_max` is ended by the next append. Only
         the last segment is read here, and a snapshot that has later records: then records are
-        missing, and nothing is changed. Raises `LogCorrupt`, `LogForeign`, `LogBusy`, `LogFull`,
-        `LogSyncFailed`.
+        missing, and nothing is changed. Nor is it if other rules wrote that segment. Raises
+        `LogCorrupt`, `LogForeign`, `LogBusy`, `LogFull`, `LogSyncFailed`.
         """
         if not storage.is_directory(directory):
             storage.make_directory(directory)
@@ -257,8 +256,7 @@ class Log:
     def _is_sync_due(self, now_ns: int) -> bool:
         if self._policy != "interval":
             return self._policy == "group"
-        # A clock that is set back must not delay the next sync.
-        if 0 <= now_ns - self._synced_ns < self._interval_ns:
+        if now_ns - self._synced_ns < self._interval_ns:
             return False
         self._synced_ns = now_ns
         return True
@@ -333,12 +331,7 @@ class Log:
 
         Returns the file that keeps what is cut.
         """
-        header = segment.header
-        if header.rules > self._header.rules:
-            raise LogForeign(
-                f"{segment.file}: written by rules {header.rules}; this version writes by rules "
-                f"{self._header.rules}; use one that knows them"
-            )
+        segment.check_rules(self._header.rules)
         self._file_bytes, self._first_seq = segment.scan.offset, segment.first_seq
         self._link = segment.scan.link
         try:
@@ -349,7 +342,7 @@ class Log:
                     f"{self.directory}: it can't be recovered ({error}); make space"
                 ) from error
             raise self._fail("recovery", error) from error
-        if header == msgspec.structs.replace(self._header, first_seq=segment.first_seq):
+        if segment.header == msgspec.structs.replace(self._header, first_seq=segment.first_seq):
             self._mark()
             return kept_in
         if self._link.seq < segment.first_seq:

@@ -13,7 +13,6 @@ import structlog
 from loradock.controller.core.limits import RULES, LimitsError, check_limits, limits_to
 from loradock.controller.log.format import LogError, LogSyncFailed
 from loradock.controller.log.policies import PolicyUnknownError, check_policy
-from loradock.controller.log.replay import check_rules
 from loradock.controller.log.retention import retention_from
 from loradock.controller.log.writer import Log
 from loradock.controller.server.access import OWN_ENGINE, Access
@@ -145,11 +144,8 @@ def _open_log(config: ServerConfig, settings: SettingsFile) -> Log:
     """Open the log for writing; its lock makes this the only controller of the directory."""
     limits, policy = settings.read()
     header = Header(FORMAT, RULES, policy, limits_to(limits), 0)
-    directory = Path(config.directory) / "log"
-    # Before a segment is begun, which the version that wrote the log could not read.
-    check_rules(directory)
     opened = Log(
-        directory,
+        Path(config.directory) / "log",
         header,
         sync=config.sync,
         sync_interval_ms=config.sync_interval_ms,
