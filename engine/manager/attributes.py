@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from loradock.engine.kernels import DEFAULTS
 from loradock.engine.layers import BaseLayerWithLoRA
 from loradock.engine.layers.experts import ExpertsWithLoRA
 from loradock.engine.memory import allocated_bytes
+from loradock.engine.models.binding import kernels_for
 from loradock.engine.models.image_part import IMAGE_PARTS
 from loradock.engine.punica.mapping import LoRAMapping, MappingType
 from loradock.engine.punica.wrapper import PunicaWrapper
@@ -236,7 +236,7 @@ class ManagerAttributes:
             "performance": {
                 **self.metrics.as_dict(),
                 "punica_kernel_enabled": True,
-                "punica_kernels": DEFAULTS[self.device.type],
+                "punica_kernels": kernels_for(self.device),
             },
             "counters": {
                 int(one.name): _fields_of(one.counters, one.counters.__struct_fields__)
