@@ -24,7 +24,7 @@ from benchmarks.serve_load import (
     adapter_name,
     device_clock,
 )
-from loradock.controller.core.actions import SendCommand, SendReply, SetTimer
+from loradock.controller.core.actions import SendCommand, SendReply
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import TURN_TOKENS_DEFAULT, Limits
 from loradock.engine.config import EngineConfig, LoRAConfig
@@ -95,7 +95,6 @@ class ServedEngine:
         self._replies: dict[RequestId, requests.Reply] = {}
         self._streams: dict[RequestId, Stream] = {}
         self._count = 0
-        self._timer_ns = 0
         self._handle(self._engine.inventory())
         for number in range(ADAPTER_FILES):
             self.do(requests.StageAdapter, adapter_name(number))
@@ -178,8 +177,7 @@ class ServedEngine:
                     self._handle(report)
                 elif report.request_id in self._streams:
                     self._streams[report.request_id].tokens.extend([now] * len(report.tokens))
-        if 0 < self._timer_ns <= time.monotonic_ns():
-            self._timer_ns = 0
+        if 0 < self._core.world.timer_ns <= time.monotonic_ns():
             self._handle(records.TimerFired())
 
     def _finish(self, request_id: RequestId) -> None:
@@ -198,8 +196,6 @@ class ServedEngine:
                 self._replies[action.message.request_id] = action.message
             elif isinstance(action, SendCommand):
                 self._send(action.message)
-            elif isinstance(action, SetTimer):
-                self._timer_ns = action.at_ns
 
     def _send(self, command: commands.Command) -> None:
         if isinstance(command, commands.RequestInventory):

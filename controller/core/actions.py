@@ -26,12 +26,6 @@ class PublishEvent(Struct, frozen=True, gc=False):
     message: events.Published
 
 
-class SetTimer(Struct, frozen=True, gc=False):
-    """Send `TimerFired` at `at_ns` or later; replaces an earlier timer."""
-
-    at_ns: int
-
-
 class RestartEngine(Struct, frozen=True, gc=False):
     """Have the supervisor end the engine and start another one; the core has detached it."""
 
@@ -40,4 +34,4 @@ class RestartEngine(Struct, frozen=True, gc=False):
     reason: str
 
 
-Action = SendReply | SendCommand | PublishEvent | SetTimer | RestartEngine
+Action = SendReply | SendCommand | PublishEvent | RestartEngine

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from loradock.controller.core import engine, waiting
-from loradock.controller.core.actions import SendCommand, SetTimer
+from loradock.controller.core.actions import SendCommand
 from loradock.controller.core.context import Context
 from loradock.controller.core.world import Operation, PendingRequest
 from loradock.messages import commands, events, records
@@ -43,7 +43,6 @@ def set_timer(context: Context) -> None:
         heapq.heappop(world.deadlines)
     if world.deadlines:
         world.timer_ns = world.deadlines[0][0]
-        context.actions.append(SetTimer(world.timer_ns))
 
 
 def _expire_operation(context: Context, op: OpId) -> None:

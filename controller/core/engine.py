@@ -69,7 +69,6 @@ def on_started(context: Context, message: records.ControllerStarted) -> None:
     """Handle a start of the controller: an engine is sent nothing before its inventory."""
     world = context.world
     world.epoch, world.wall_offset_ns = message.epoch, message.wall_offset_ns
-    world.timer_ns = 0
     _mark_unready(context)
     context.publish(events.ControllerResumed(message.epoch))
 

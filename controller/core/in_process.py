@@ -15,7 +15,6 @@ from loradock.controller.core.actions import (
     PublishEvent,
     SendCommand,
     SendReply,
-    SetTimer,
 )
 from loradock.controller.core.context import Context, Refusal
 from loradock.controller.core.controller import Controller
@@ -132,9 +131,6 @@ class InProcessController:
                 self._replies[message.request_id] = message
             case PublishEvent(message):
                 self._observe(message.event)
-            case SetTimer():
-                # `World.timer_ns` is read when nothing else is left to do.
-                pass
             case _:
                 raise RuntimeError(f"the engine did not complete its commands: {action.reason}")
 

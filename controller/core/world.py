@@ -315,6 +315,7 @@ class World:
         # A heap. Entries of ended things stay until they surface or become too numerous.
         self.deadlines: list[Deadline] = []
         self.deadlines_max = DEADLINES_MIN
+        # When `TimerFired` is due, 0 for never.
         self.timer_ns = 0
 
     def set_bounds(self, limits: Limits) -> None:

@@ -19,7 +19,6 @@ from loradock.controller.core.actions import (
     RestartEngine,
     SendCommand,
     SendReply,
-    SetTimer,
 )
 from loradock.controller.core.context import Refusal
 from loradock.controller.core.limits import RULES, Limits, limits_to
@@ -146,7 +145,6 @@ class Server:
         self._prefetches = HistoryPrefetches() if config.prefetch_history else None
         # The server's own inputs for the next group.
         self._pending = [GroupInput(skipped) for skipped in unlogged_skips]
-        self._timer_ns = world.timer_ns
         self._epoch = 0
         self._beat_ns = 0
         self._published_ns = 0
@@ -234,8 +232,7 @@ class Server:
             # current epoch.
             self._refuse_group(group, "the server's start is not in the log yet")
             group = []
-        if self._timer_ns and self._clock.now_ns() >= self._timer_ns:
-            self._timer_ns = 0
+        if 0 < self._controller.world.timer_ns <= self._clock.now_ns():
             group.append(GroupInput(records.TimerFired()))
         if self._prefetches is not None:
             world = self._controller.world
@@ -310,8 +307,6 @@ class Server:
                     log.warning("lru decides", policy=event.policy, reason=event.reason)
             elif type(action) is SendCommand:
                 self._send_command(action)
-            elif type(action) is SetTimer:
-                self._timer_ns = action.at_ns
             elif type(action) is RestartEngine:
                 self._supervision.restart(action.engine_id, action.pid, action.reason)
 
@@ -399,8 +394,9 @@ class Server:
         for wait_ns in (self._queries.wait_ns(now), self._admin.ends_in_ns(now)):
             if wait_ns is not None:
                 left = min(left, wait_ns)
-        if self._timer_ns:
-            left = min(left, self._timer_ns - self._clock.now_ns())
+        timer_ns = self._controller.world.timer_ns
+        if timer_ns and not self._health.error:
+            left = min(left, timer_ns - self._clock.now_ns())
         due_ns = None if self._prefetches is None else self._prefetches.next_ns()
         if due_ns is not None:
             left = min(left, due_ns - self._clock.now_ns())
@@ -439,7 +435,6 @@ class Server:
     def _after_skip(self, received: GroupInput) -> None:
         """Answer the client, or find what the engine did: its report is lost."""
         message = received.message
-        self._timer_ns = self._controller.world.timer_ns
         if isinstance(message, EngineInventory):
             reason = "its inventory can't be handled"
             self._pending.append(GroupInput(records.EngineLost(message.engine_id, reason)))
@@ -466,8 +461,8 @@ class Server:
             message = received.message
             if is_preload(message):
                 kept.append(received)
-            elif is_own_prefetch(message):
-                # It would come too late.
+            elif is_own_prefetch(message) or isinstance(message, records.TimerFired):
+                # The first would come too late, the second is due again.
                 continue
             elif isinstance(message, LifecycleRequest | records.InferenceRequested):
                 self._sessions.refuse_unlogged(message, received.body, why)

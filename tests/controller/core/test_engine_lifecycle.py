@@ -245,9 +245,9 @@ def test_a_batch_uses_the_version_that_is_current_when_it_becomes_current() -> N
 def test_the_timer_is_not_set_for_ended_operations() -> None:
     bench = CoreBench(operation_timeout_ms=100)
     bench.activate("a")
-    assert bench.timer_ns
+    assert bench.world.timer_ns
     bench.advance(200)
-    assert not bench.timer_ns
+    assert not bench.world.timer_ns
 
 
 def test_a_replaced_version_whose_last_step_fails_is_removed() -> None:

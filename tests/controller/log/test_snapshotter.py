@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loradock.controller.core.actions import Action, PublishEvent, SetTimer
+from loradock.controller.core.actions import Action, PublishEvent
 from loradock.controller.log.events import EventReader, events_path
 from loradock.controller.log.format import LogError
 from loradock.controller.log.replay import replay
@@ -53,11 +53,6 @@ def events_of(actions: list[list[Action]]) -> list[Published]:
     return [a.message for group in actions for a in group if isinstance(a, PublishEvent)]
 
 
-def decisions(actions: list[Action]) -> list[Action]:
-    """Return the actions but for timers, which a restored world may set again."""
-    return [action for action in actions if not isinstance(action, SetTimer)]
-
-
 def events_in(directory: Path, storage: MemoryStorage) -> list[Published]:
     """Return all events of the database, which begin with event 1."""
     return list(EventReader(directory, storage).read(1, 1 << 20))
@@ -84,7 +79,7 @@ def test_a_snapshot_and_the_tail_are_the_whole_log(seed: Seq, points: set[int]) 
     base = max((point for point in points if point <= len(records)), default=0)
     assert result.snapshot_seq == base
     assert result.digest == whole.digest()
-    assert [decisions(found) for found in later] == [decisions(a) for a in actions[base:]]
+    assert later == actions[base:]
     assert events_in(directory, storage) == events_of(actions[:base])
     assert len(snapshot_paths(directory, storage)) == min(2, len([p for p in points if p <= base]))
 

@@ -23,7 +23,7 @@ from msgspec import structs
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
-from loradock.controller.core.actions import SendCommand, SendReply, SetTimer
+from loradock.controller.core.actions import SendCommand, SendReply
 from loradock.controller.core.controller import Controller
 from loradock.controller.core.limits import TURNS, Limits
 from loradock.engine.config import EngineConfig, LoRAConfig
@@ -91,7 +91,6 @@ class TurnsLoad:
         )
         self._numbers = count()
         self._arriving: list[tuple[float, int, commands.Command]] = []
-        self._timer_ns = 0
         self._payloads: dict[str, Any] = {}
         self._replies: dict[str, Any] = {}
         self._adapters: dict[str, str] = {}
@@ -186,8 +185,6 @@ class TurnsLoad:
                 case SendCommand(message=command):
                     at_ms = self.now_ms + ANSWER_MS
                     heapq.heappush(self._arriving, (at_ms, next(self._numbers), command))
-                case SetTimer(at_ns=at_ns):
-                    self._timer_ns = at_ns
 
     def _iterate(self) -> None:
         """Run an iteration of an engine's process: wait, receive, step, report."""
@@ -205,8 +202,7 @@ class TurnsLoad:
             self.now_ms += STEP_MS + ROW_MS * rows + PROMPT_TOKEN_MS * tokens
         else:
             self.now_ms += IDLE_MS
-        if 0 < self._timer_ns <= self.now_ms * NS_PER_MS:
-            self._timer_ns = 0
+        if 0 < self._core.world.timer_ns <= self.now_ms * NS_PER_MS:
             self._handle(records.TimerFired())
         self._report()
 
