@@ -290,7 +290,7 @@ def test_the_gateway_ends_with_its_server(tmp_path):
     directory = tmp_path / "d"
     log_file = directory.with_suffix(".log")
     with serve(directory, *OPTIONS, "--engine", "external"):
-        wait_for_gateway(directory)
+        wait_until(lambda: gateway_url(directory), lambda: log_file.stat().st_size)
         [line] = [line for line in log_file.read_text().splitlines() if "child=gateway" in line]
         pid = int(line.partition("pid=")[2])
         assert is_alive(pid)
