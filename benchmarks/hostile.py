@@ -26,6 +26,8 @@ from benchmarks.http_load import get, post
 
 INTERVAL_S: Final = 0.005
 LONG: Final = "hello world " * 83_000
+_TEXTS: Final = [f"text {number}" for number in range(512)]
+_RERANKED: Final = {"query": "text", "documents": _TEXTS}
 _ANSWER_S: Final = 120.0
 
 
@@ -49,6 +51,8 @@ ATTACKS: Final[dict[str, Callable[[], bytes]]] = {
     "2,048 texts": lambda: _completion(prompt=["hello " * 300] * 2048, return_token_ids=True),
     "/tokenize": lambda: post("/tokenize", msgspec.json.encode({"prompt": LONG})),
     "/detokenize": lambda: post("/detokenize", msgspec.json.encode({"tokens": [300] * 262_144})),
+    "512 vectors": lambda: post("/v1/embeddings", msgspec.json.encode({"input": _TEXTS})),
+    "512 documents": lambda: post("/rerank", msgspec.json.encode(_RERANKED)),
     "8 MB of empty lists": lambda: _raw(b"[]," * 2_700_000 + b"[]"),
     "130,000 empty lists": lambda: _raw(b"[]," * 130_000 + b"[]"),
     "1,000,000 token ids": lambda: _raw(b"31234," * 1_000_000 + b"1"),

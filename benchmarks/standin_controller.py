@@ -1,9 +1,11 @@
 """A controller without log and engine, which answers at once: for figures of the gateway.
 
 `python -m benchmarks.standin_controller DIRECTORY ADAPTERS`. A generation whose prompt is `idle` is
-never answered; any other one ends after one token.
+never answered; any other one ends after one token. An input's vector has 4,096 numbers.
 """
 
+import math
+import struct
 import sys
 from pathlib import Path
 from typing import Final
@@ -14,22 +16,28 @@ from loradock.messages.ids import NO_SLOT
 from loradock.messages.requests import (
     AdapterShown,
     AdaptersPage,
+    Embed,
     EventsFetched,
     FetchEvents,
     Generate,
     GenerationDone,
     ListAdapters,
+    PoolingDone,
     Reply,
     Request,
     ShowAdapter,
     ShowStatus,
     StatusShown,
     TokensStreamed,
+    VectorsStreamed,
 )
 from loradock.messages.views import AdapterView, TierView
 from loradock.messages.wire import EVENTS, REPLIES, REQUESTS
 
 IDLE: Final = "idle"
+_VECTOR: Final = struct.pack("<4096f", *(math.sin(number) for number in range(4096)))
+_VECTORS: Final = 32
+"""Of a message."""
 _BEAT_MS: Final = 200
 _EPOCH: Final = 1
 
@@ -91,6 +99,15 @@ def _replies(request: Request, views: tuple[AdapterView, ...]) -> tuple[Reply, .
         case Generate(adapter=adapter):
             done = GenerationDone(request_id, adapter, "stop", 5, 1)
             return TokensStreamed(request_id, 0, (1,), "ok", finish_reason="stop"), done
+        case Embed(adapter=adapter, inputs=inputs):
+            count = len(inputs)
+            return (
+                *(
+                    VectorsStreamed(request_id, at, (_VECTOR,) * min(_VECTORS, count - at))
+                    for at in range(0, count, _VECTORS)
+                ),
+                PoolingDone(request_id, adapter, "embed", count, count),
+            )
         case ListAdapters(after=after, limit=limit):
             later = [view for view in views if view.adapter > after]
             reply = AdaptersPage(request_id, tuple(later[:limit]), 0, len(later) > limit)
