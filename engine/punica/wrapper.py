@@ -76,7 +76,8 @@ class PunicaWrapper:
     concurrently with its base output; without it the delta is computed after.
     `has_saved_layers(slot)`: whether the adapter in a slot replaces layers whole. What a layer
     derives from the mapping is valid for one `batch`, an object that is replaced with the groups,
-    and for one `only_slot`, the slot of all rows if one row runs alone.
+    and for one `only_slot`, the slot of all rows if one row runs alone. `has_derived`: whether a
+    layer has used groups of other rows than these since its caller set it to False.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class PunicaWrapper:
         self._layout: tuple[int | None, ...] = ()
         # Groups of layers that have neither a row per token nor one per sampled row.
         self._derived: dict[tuple[object, ...], Groups] = {}
-        self._is_derived = False
+        self.has_derived = False
         self.batch: object = object()
         self.only_slot: int | None = None
         self.token_slots: Tensor | None = None
@@ -174,8 +175,7 @@ class PunicaWrapper:
             groups.bounds if groups is not None and groups.spans else None
             for groups in (self.groups, self.prompt_groups)
         )
-        is_fixed = not (self._is_derived or self._has_saved())
-        return LaunchKey(tokens, prompts, self.grouper.buffer_identity, is_fixed)
+        return LaunchKey(tokens, prompts, self.grouper.buffer_identity, not self._has_saved())
 
     @property
     def active_slots(self) -> frozenset[int]:
@@ -333,11 +333,10 @@ class PunicaWrapper:
         prompts = self.prompt_slots
         if prompts is None or self.prompt_groups is None or not self.prompt_groups.spans:
             return None
-        key = ("columns", *shape)
-        if key not in self._derived:
-            one = prompts.repeat_interleave(math.prod(shape[2:]))
-            self._derived[key] = self._group_once(one.repeat(shape[0]))
-        return self._derived[key]
+        repeats = math.prod(shape[2:])
+        return self._derive(
+            ("columns", *shape), lambda: prompts.repeat_interleave(repeats).repeat(shape[0])
+        )
 
     def _one_adapter_groups(self, rows: int, slices: LoRASlices | None) -> Groups | None:
         """Return the groups of an input whose rows are in no known order, as `groups_of`.
@@ -359,10 +358,8 @@ class PunicaWrapper:
         rows, tokens = math.prod(shape), 0 if self.groups is None else self.groups.tokens
         prompts = self.prompt_slots
         if prompts is not None and len(shape) > 1 and 0 < len(prompts) == shape[0]:
-            key = (None, rows)
-            if key not in self._derived:
-                self._derived[key] = self._group_once(prompts.repeat_interleave(rows // shape[0]))
-            return self._derived[key]
+            repeats = rows // shape[0]
+            return self._derive((None, rows), lambda: prompts.repeat_interleave(repeats))
         if slices is not None and not self.touches(slices):
             return None
         raise ValueError(
@@ -374,15 +371,13 @@ class PunicaWrapper:
         """Return the groups of `rows` rows that all use one slot; -1 is the base model."""
         if slot < 0:
             return None
-        if (slot, rows) not in self._derived:
-            slots = torch.full((rows,), slot, dtype=torch.int64)
-            self._derived[slot, rows] = self._group_once(slots)
-        return self._derived[slot, rows]
+        return self._derive((slot, rows), lambda: torch.full((rows,), slot, dtype=torch.int64))
 
-    def _group_once(self, slots: Tensor) -> Groups:
-        # A captured step has no table for these groups, which other batches do not overwrite.
-        self._is_derived = True
-        return self.grouper.group_once(slots, len(self._layout))
+    def _derive(self, key: tuple[object, ...], slots: Callable[[], Tensor]) -> Groups:
+        self.has_derived = True
+        if key not in self._derived:
+            self._derived[key] = self.grouper.group_once(slots(), len(self._layout))
+        return self._derived[key]
 
     def _common_slot(self) -> int | None:
         """Return the slot of all rows of the mapping; None if they differ."""

@@ -265,12 +265,18 @@ class GraphRunner:
         return step() if replay is None else replay()
 
     def _try_to_capture(self, step: DecodeStep, key: GraphKey) -> DecodeStep | None:
+        self._punica.has_derived = False
         try:
-            return self._capture(step)
+            replay = self._capture(step)
         except RuntimeError as error:
             self.failure = f"{type(error).__name__}: {error}"
-            _log.warning("a step is not captured", key=key, reason=self.failure)
-            return None
+        else:
+            if not self._punica.has_derived:
+                return replay
+            # The tables of their groups are made for one mapping, and no later one overwrites them.
+            self.failure = "a layer has rows that are neither the tokens nor the sampled rows"
+        _log.warning("a step is not captured", key=key, reason=self.failure)
+        return None
 
 
 StepRunner = SyncCheckedRunner | GraphRunner

@@ -327,6 +327,18 @@ def test_a_step_with_groups_for_a_layers_own_rows_is_not_replayed() -> None:
         punica.update_metadata(LoRAMapping([ids[0], *ids, ids[1]], ids), SLOTS)
         expected = [id_ - 1 for id_ in ids for _ in range(6)]
         assert runner.run(step, "shape").tolist() == expected
+    assert "neither the tokens nor the sampled rows" in runner.failure
+
+
+def test_groups_for_rows_of_a_prompt_do_not_end_replays() -> None:
+    punica, replays = wrapper(), []
+    runner = GraphRunner(punica, lambda step: lambda: replays.append(step) or step())
+    for _ in range(3):
+        punica.update_metadata(LoRAMapping([1, 1, 2, 2, 2, 2], [1, 2]), SLOTS)
+        assert punica.groups_of((2, 6)) is not None
+        punica.update_metadata(LoRAMapping([1, 2], [1, 2]), SLOTS)
+        runner.run(lambda: torch.zeros(1), "shape")
+    assert len(replays) == 3
 
 
 def test_a_graph_is_not_replayed_for_reallocated_tables() -> None:
