@@ -29,7 +29,7 @@ from loradock.messages.wire import COMMANDS, REPORTS, DecodedFrame, WireError
 BEAT_INTERVAL_NS: Final = 500_000_000
 SYNC_RETRY_NS: Final = 1_000_000_000
 LATE_FRAMES_NS: Final = 2_000_000_000
-"""Frames of an engine can arrive for this long after its process has ended."""
+"""Frames can arrive for this long after the end of an engine's process, or of its connection."""
 
 log = structlog.get_logger("link")
 
@@ -67,8 +67,12 @@ class EngineLink:
         self._send = send
         self._timeout_ns: Final = timeout_ns
         self._epoch: Epoch = 0
-        # The engine's connection, empty until one has sent something in this epoch; the one before.
-        self.peer = self._former_peer = b""
+        # The engine's connection, empty until one has sent something in this epoch; when each one
+        # before it was replaced.
+        self.peer = b""
+        self._former_peers: dict[bytes, int] = {}
+        # The highest numbers, of epoch and report, that a frame of the engine had.
+        self._latest: tuple[Epoch, Seq] = (0, 0)
         self._phase = Phase.SYNCHRONISING
         # The number of this round's first request for an inventory; the time of its last one.
         self._requested: Seq = 0
@@ -136,11 +140,12 @@ class EngineLink:
     ) -> None:
         epoch, seq, report = frame
         if isinstance(report, reports.EngineInventory | reports.EngineBeat):
-            if not self._admit(peer, report.engine_id, now_ns):
+            if not self._admit(peer, report.engine_id, (epoch, seq), now_ns):
                 return
         elif peer != self.peer:
             return
         self._received_ns = now_ns
+        self._latest = max(self._latest, (epoch, seq))
         if isinstance(report, reports.PrivateReport):
             output.private.append(report)
         elif isinstance(report, reports.EngineInventory):
@@ -153,21 +158,31 @@ class EngineLink:
         else:
             self._on_report(seq, report, output, now_ns)
 
-    def _admit(self, peer: bytes, engine_id: str, now_ns: int) -> bool:
+    def _admit(self, peer: bytes, engine_id: str, numbers: tuple[Epoch, Seq], now_ns: int) -> bool:
         """Identify an engine by `engine_id`, not by address; only one may be attached."""
         if not engine_id or (self.engine_id and engine_id != self.engine_id):
             return False
         if engine_id == self._ended_id and now_ns - self._ended_ns < LATE_FRAMES_NS:
             return False
-        if peer == self._former_peer:
-            # What was in transit when the engine connected again.
-            return False
         if peer != self.peer:
             if engine_id != self.engine_id:
                 self._delivered = self._logged = 0
-            self.engine_id, self.peer, self._former_peer = engine_id, peer, self.peer
+            elif self._is_late(peer, numbers, now_ns):
+                return False
+            recent = [one for one in self._former_peers.items() if now_ns - one[1] < LATE_FRAMES_NS]
+            self._former_peers = {**dict(recent), self.peer: now_ns}
+            self.engine_id, self.peer = engine_id, peer
             self._synchronise(now_ns)
         return True
+
+    def _is_late(self, peer: bytes, numbers: tuple[Epoch, Seq], now_ns: int) -> bool:
+        """Return whether a frame was in transit when the engine connected again.
+
+        An engine's numbers never fall; equal ones tell nothing about the order.
+        """
+        replaced_ns = self._former_peers.get(peer)
+        is_former = replaced_ns is not None and now_ns - replaced_ns < LATE_FRAMES_NS
+        return is_former or numbers < self._latest
 
     def _on_inventory(
         self,
@@ -311,6 +326,7 @@ class EngineLink:
         if ended:
             self._ended_id, self._ended_ns = self.engine_id, now_ns
         self.engine_id, self._known_id, self._answered_id = "", "", ""
-        self.peer = self._former_peer = b""
+        self.peer, self._latest = b"", (0, 0)
+        self._former_peers.clear()
         self.statistics, self.running = EngineStatistics(), frozenset()
         self._phase = Phase.SYNCHRONISING

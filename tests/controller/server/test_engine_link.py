@@ -332,12 +332,33 @@ def test_a_new_connection_of_the_same_engine_continues_its_numbers() -> None:
     assert frame.message == commands.RequestInventory(4)
 
 
-def test_frames_of_a_connection_that_was_replaced_do_not_bring_it_back() -> None:
+def test_frames_of_connections_that_were_replaced_do_not_bring_them_back() -> None:
+    bench = LinkBench().opened(3)
+    for peer in (b"b", b"c"):
+        bench.receive(beat("e", 3), peer=peer)
+        bench.take_sent()
+    for peer in (b"a", b"b"):
+        assert bench.receive(beat("e", 3), inventory("e", 0, 3), peer=peer) == []
+    assert (bench.link.peer, bench.take_sent()) == (b"c", [])
+
+
+@pytest.mark.parametrize(("seq", "epoch"), [(2, EPOCH), (3, EPOCH - 1)])
+def test_late_frames_of_an_unknown_connection_do_not_attach_it(seq: int, epoch: int) -> None:
+    bench = LinkBench().opened(3)
+    assert bench.receive(inventory("e", 0, seq), beat("e", seq), peer=b"b", epoch=epoch) == []
+    assert (bench.link.peer, bench.take_sent()) == (b"a", [])
+
+
+def test_a_connection_that_lives_on_is_taken_again_once_nothing_can_be_late() -> None:
+    """Frames with equal numbers were late, and have replaced it."""
     bench = LinkBench().opened(3)
     bench.receive(beat("e", 3), peer=b"b")
-    bench.take_sent()
-    assert bench.receive(beat("e", 3), inventory("e", 0, 3)) == []
-    assert (bench.link.peer, bench.take_sent()) == (b"b", [])
+    bench.now_ns += LATE_FRAMES_NS - 1
+    bench.receive(beat("e", 3))
+    assert bench.link.peer == b"b"
+    bench.now_ns += 1
+    bench.receive(beat("e", 3))
+    assert bench.link.peer == b"a"
 
 
 def test_an_engine_is_known_once_its_inventory_is_logged_whatever_followed_it() -> None:
