@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -64,11 +65,13 @@ class Controller:
 
     def until(self, is_wanted: Callable[[rp.Report], bool]) -> list[DecodedFrame[rp.Report]]:
         """Receive frames until one is wanted; return them without other beats."""
-        frames = []
+        frames, end_s = [], time.monotonic() + HANG_S
         while not frames or not is_wanted(frames[-1].message):
             frame = self.receive()
             if not isinstance(frame.message, rp.EngineBeat) or is_wanted(frame.message):
                 frames.append(frame)
+                end_s = time.monotonic() + HANG_S
+            assert time.monotonic() < end_s, ("only beats", self.seq, frames, self.received[-3:])
         return frames
 
     def attach(self) -> rp.EngineInventory:
