@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -21,7 +20,7 @@ from loradock.messages.wire import COMMANDS, REPORTS, DecodedFrame
 from loradock.processes.subprocesses import engine_command
 from tests.support.engine.engine_examples import ADAPTERS
 from tests.support.simulation.key_examples import engine_keys
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
@@ -65,13 +64,16 @@ class Controller:
 
     def until(self, is_wanted: Callable[[rp.Report], bool]) -> list[DecodedFrame[rp.Report]]:
         """Receive frames until one is wanted; return them without other beats."""
-        frames, end_s = [], time.monotonic() + HANG_S
-        while not frames or not is_wanted(frames[-1].message):
+        frames: list[DecodedFrame[rp.Report]] = []
+
+        def next_is_wanted() -> bool:
             frame = self.receive()
-            if not isinstance(frame.message, rp.EngineBeat) or is_wanted(frame.message):
+            found = is_wanted(frame.message)
+            if found or not isinstance(frame.message, rp.EngineBeat):
                 frames.append(frame)
-                end_s = time.monotonic() + HANG_S
-            assert time.monotonic() < end_s, ("only beats", self.seq, frames, self.received[-3:])
+            return found
+
+        wait_until(next_is_wanted, lambda: len(frames), f"after command {self.seq}", pause_s=0)
         return frames
 
     def attach(self) -> rp.EngineInventory:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from loradock.gateway.http import endpoint
+from loradock.gateway.http.errors import HttpError
 from loradock.gateway.inference import chat as chat_endpoint
 from loradock.gateway.inference import images, pooling, prompts
 from loradock.gateway.inference.chat_template import ChatTemplate
@@ -176,6 +177,20 @@ def test_a_body_of_many_values_is_not_decoded(
         assert response.status_code == 413
         assert "at most" in response.json()["error"]["message"]
     assert decoded == []
+
+
+def test_values_are_counted_before_the_body_has_arrived() -> None:
+    received: list[bytes] = []
+
+    async def receive() -> Any:
+        received.append(b"1," * 4096)
+        return {"type": "http.request", "body": received[-1], "more_body": True}
+
+    scope = {"headers": [], "extensions": {endpoint.CONNECTION: SimpleNamespace(
+        has_received_all=False)}}  # fmt: skip
+    with pytest.raises(HttpError, match="commas"):
+        asyncio.run(endpoint.read_body(scope, receive, 1 << 30, 60.0))
+    assert len(received) == (1 << 20) // 4096 + 1
 
 
 class AnyClient:
