@@ -1,7 +1,10 @@
 """A server makes snapshots while it serves, begins with the last one, and drops old segments."""
 
+import fcntl
+import itertools
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,10 +12,10 @@ import pytest
 from loradock.cli.serve.children import is_stopped, process_tree
 from loradock.controller.log.format import LogCorrupt
 from loradock.controller.log.replay import replay
-from loradock.controller.log.segments import segment_paths
-from loradock.controller.log.snapshots import snapshot_path, snapshot_paths
+from loradock.controller.log.segments import LOCK_NAME, segment_paths
+from loradock.controller.log.snapshots import snapshot_paths
 from loradock.messages.requests import LoadAdapter, StatusShown
-from tests.support.engine.serve_process import wait_for_end
+from tests.support.engine.serve_process import is_alive, wait_for_end
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation.shell_examples import RawClient, eventually
 
@@ -62,22 +65,52 @@ def test_a_killed_server_begins_with_its_last_snapshot(tmp_path: Path) -> None:
         replay(directory / "log", from_start=True)
 
 
+def is_locked(directory: Path) -> bool:
+    """Return whether a process holds the snapshotters' lock."""
+    with (directory / "log" / LOCK_NAME).open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def stopped_with_lock(snapshotter: int, directory: Path) -> bool:
+    """Stop a snapshotter; return whether it is stopped and has its lock, else let it continue."""
+    with suppress(ProcessLookupError):
+        os.kill(snapshotter, signal.SIGSTOP)
+        eventually(lambda: is_stopped(snapshotter) or not is_alive(snapshotter))
+        if is_stopped(snapshotter) and is_locked(directory):
+            return True
+        os.kill(snapshotter, signal.SIGCONT)
+    return False
+
+
 def test_a_stopped_snapshotter_ends_with_its_killed_server(tmp_path: Path) -> None:
     """It holds a lock, without which the next server can't make the snapshot."""
     directory = tmp_path / "d"
-    draft, barrier = directory / "log" / "any.snap.new", snapshot_path(directory / "log", 1)
+    numbers = itertools.count()
+
+    def send_requests(client: RawClient) -> None:
+        names = itertools.islice(numbers, REQUESTS)
+        client.send_request(*(LoadAdapter(f"r-{number}", f"a-{number}") for number in names))
+        client.status()
+
     with controller(directory, **OPTIONS) as process, RawClient(directory) as client:
-        first = eventually(client.status)
-        # A snapshotter removes drafts once it has its lock, and then waits to open a pipe.
-        draft.touch()
-        os.mkfifo(barrier)
-        client.send_request(*(LoadAdapter(f"r-{n}", f"a-{n}") for n in range(REQUESTS)))
-        eventually(lambda: not draft.exists(), "the lock")
-        (snapshotter,) = process_tree(process.pid)[1:]
-        os.kill(snapshotter, signal.SIGSTOP)
-        eventually(lambda: is_stopped(snapshotter))
+
+        def stopped() -> int:
+            snapshotters = process_tree(process.pid)[1:]
+            if not snapshotters:
+                send_requests(client)
+            elif is_locked(directory) and stopped_with_lock(snapshotters[0], directory):
+                return snapshotters[0]
+            return 0
+
+        eventually(client.status)
+        snapshotter = eventually(stopped, "a snapshotter with its lock")
         process.kill()
     wait_for_end(snapshotter)
-    barrier.unlink()
+    made = snapshot_paths(directory / "log")
     with controller(directory, **OPTIONS), RawClient(directory) as client:
-        eventually(lambda: client.status().snapshot_seq > first.seq, "a snapshot")
+        send_requests(client)
+        eventually(lambda: snapshot_paths(directory / "log") != made, "a snapshot")
