@@ -37,7 +37,7 @@ from loradock.messages.wire import EVENTS, REPLIES, REQUESTS
 IDLE: Final = "idle"
 _VECTOR: Final = struct.pack("<4096f", *(math.sin(number) for number in range(4096)))
 _VECTORS: Final = 32
-"""Of a message."""
+"""The most vectors of a message."""
 _BEAT_MS: Final = 200
 _EPOCH: Final = 1
 

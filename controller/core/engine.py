@@ -184,9 +184,9 @@ def _stop_unknown(context: Context, unknown: list[OpId]) -> None:
 def _discard_lost(context: Context, inventory: EngineInventory) -> None:
     # Unacknowledged reports arrived before the inventory, and no command was sent after its
     # request. So an operation that is open and does not run was lost. A new one replaces it.
-    kept = {op for op, _ in surviving(context.world, inventory)}
+    running = set(inventory.running)
     for op, operation in tuple(context.world.operations.items()):
-        if op not in kept:
+        if op not in running:
             del context.world.operations[op]
             discard_operation(context, operation)
             if operation.request_id:
@@ -313,8 +313,8 @@ def _contradicts_itself(inventory: EngineInventory) -> str | None:
     return None
 
 
-def surviving(world: World, inventory: EngineInventory) -> Iterator[tuple[OpId, Operation]]:
-    """Yield the operations that the engine runs."""
+def _running(world: World, inventory: EngineInventory) -> Iterator[tuple[OpId, Operation]]:
+    """Yield the open operations that the engine runs."""
     running = set(inventory.running)
     for op, operation in world.operations.items():
         if op in running:
@@ -326,7 +326,7 @@ def _taken_slot(world: World, inventory: EngineInventory) -> str | None:
 
     An adapter in motion keeps its slot even if the inventory does not report it there.
     """
-    moving = {operation.adapter_id for _, operation in surviving(world, inventory)} - {0}
+    moving = {operation.adapter_id for _, operation in _running(world, inventory)} - {0}
     reserved = {world.adapters[a].slot: a for a in moving if world.adapters[a].slot != NO_SLOT}
     for entry in inventory.adapters:
         if reserved.get(entry.slot, entry.adapter_id) != entry.adapter_id:
@@ -339,7 +339,7 @@ def _taken_slot(world: World, inventory: EngineInventory) -> str | None:
 
 def _missing_lease(world: World, limits: Limits, inventory: EngineInventory) -> str | None:
     entries = {entry.adapter_id: entry for entry in inventory.adapters}
-    for op, operation in surviving(world, inventory):
+    for op, operation in _running(world, inventory):
         if not operation.request_id:
             continue
         for adapter_id in world.pending_requests[operation.request_id].adapters:
@@ -377,7 +377,7 @@ def correct(context: Context, inventory: EngineInventory) -> None:
     """Change the records to the states that the inventory reports."""
     world = context.world
     entries = {entry.adapter_id: entry for entry in inventory.adapters}
-    _suspend_moved(context, inventory, entries)
+    _suspend_moved(context, entries)
     resident = [adapter_id for order in world.lru_order.values() for adapter_id in order]
     differing = []
     for adapter_id in dict.fromkeys((*resident, *entries)):
@@ -396,12 +396,11 @@ def correct(context: Context, inventory: EngineInventory) -> None:
             _replay_transitions(context, _record_of(context, entry), entry)
 
 
-def _suspend_moved(
-    context: Context, inventory: EngineInventory, entries: dict[AdapterId, InventoryAdapter]
-) -> None:
+def _suspend_moved(context: Context, entries: dict[AdapterId, InventoryAdapter]) -> None:
     """Suspend the generations of leased adapters that are elsewhere: the log's tail is lost."""
     world = context.world
-    for _, operation in surviving(world, inventory):
+    # Those that the engine does not run are discarded already.
+    for operation in world.operations.values():
         pending = world.pending_requests.get(operation.request_id)
         for adapter_id in () if pending is None else pending.adapters:
             adapter = world.adapters[adapter_id]

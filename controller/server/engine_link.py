@@ -169,8 +169,8 @@ class EngineLink:
                 self._delivered = self._logged = 0
             elif self._is_late(peer, numbers, now_ns):
                 return False
-            recent = [one for one in self._former_peers.items() if now_ns - one[1] < LATE_FRAMES_NS]
-            self._former_peers = {**dict(recent), self.peer: now_ns}
+            recent = {p: ns for p, ns in self._former_peers.items() if now_ns - ns < LATE_FRAMES_NS}
+            self._former_peers = {**recent, self.peer: now_ns}
             self.engine_id, self.peer = engine_id, peer
             self._synchronise(now_ns)
         return True
@@ -180,9 +180,8 @@ class EngineLink:
 
         An engine's numbers never fall; equal ones tell nothing about the order.
         """
-        replaced_ns = self._former_peers.get(peer)
-        is_former = replaced_ns is not None and now_ns - replaced_ns < LATE_FRAMES_NS
-        return is_former or numbers < self._latest
+        replaced_ns = self._former_peers.get(peer, -LATE_FRAMES_NS)
+        return numbers < self._latest or now_ns - replaced_ns < LATE_FRAMES_NS
 
     def _on_inventory(
         self,
